@@ -126,7 +126,7 @@ def compute_balance_factor_and_ratio(
 ) -> tuple[Tensor, Tensor]:
     """Balances two gradients of each sample, (B, ...) each, by their lengths. Returns (factor, ratio), (B,) each: the
     factor scales the critique's gradient to the length of the reconstruction's; the ratio is the scaled length, divided
-    by the reconstruction's. It is 1 unless the factor was bounded.
+    by the reconstruction's. The ratio is about 1 unless the factor was bounded.
 
     The ratio is 1 unless the factor is bounded. The factor is that of a critique that rises by at least 0.001 along a
     step whose root mean square is 1, since a flatter critique's gradient may be rounding. Both gradients are those of

@@ -189,7 +189,8 @@ class PictureLoss:
         last     the layer that computed `out`: the two gradients are balanced at its filters. None: they are balanced
                  at `out`.
 
-        Returns the gradient of critique_weight * critique with respect to `out`, after the terms, (B,) each:
+        Returns (terms, gradient): the gradient of critique_weight * critique with respect to `out`, and the terms, (B,)
+        each:
 
         critique         minus the mean logit.
         critique_weight  the weight that balances the critique.

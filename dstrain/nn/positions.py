@@ -19,8 +19,8 @@ def make_sincos_positions(
 
     base    None: patches are numbered 0, 1, ... along an axis. Otherwise both axes run from 0 to below `base`, whatever
             the number of patches (PixArt-alpha).
-    within  None: the grid is the whole. Otherwise it lies in the middle of a larger grid with `within` patches along
-            each axis, which are the ones that are numbered (Stable Diffusion 3).
+    within  None: the grid is the whole. Otherwise it lies in the middle of a larger grid of `within` patches along each
+            axis, and has the numbers from there (Stable Diffusion 3).
 
     Raises ConfigError if dim is not a multiple of 4.
     """

@@ -103,7 +103,7 @@ class Prompted:
         videos      uint8 (N, K, C, H, W), their first K = 1 + m * temporal_patch_size frames, for a system of videos.
         embeddings  float32 (N, takes_embeddings), for a system with takes_embeddings above 0.
 
-        Raises ConfigError if they do not fit. By default always raises it.
+        Raises ConfigError if `images` do not fit the system. By default always raises it.
         """
         raise ConfigError(f"a {type(self).__name__} begins from noise and takes no pictures")
 

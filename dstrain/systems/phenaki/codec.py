@@ -20,9 +20,9 @@ def load_tokenizer(path: str) -> Codec:
 
 
 def require_fitting_tokenizer(codec: Codec, config: Any) -> None:
-    """Raises ConfigError if a token model with this config cannot use the tokenizer `codec`: it is another one than the
-    model was trained with, its codebook_size, temporal_patch_size or number of tokens per frame differs, or another one
-    has made the cached tokens.
+    """Raises ConfigError if a token model with this config cannot use the tokenizer `codec`: if the model was trained
+    with another tokenizer, if the cached tokens were made by another one, or if codebook_size, temporal_patch_size or
+    the rows and columns of a frame's tokens differ.
     """
     path, expected = codec.path, config.tokenizer.fingerprint
     if expected not in (None, codec.fingerprint):

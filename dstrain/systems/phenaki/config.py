@@ -186,8 +186,8 @@ class Config(SystemConfig, ReadsTexts):
 
     @classmethod
     def without_files(cls, run: Run) -> tuple[Run, str]:
-        """Returns the run without the tokenizer and the text encoder if their files are missing on this machine and
-        cached tokens and encodings replace them, and a note for the user that names them, "" if none is left out.
+        """Leaves out the tokenizer and the text encoder, each if its files are missing on this machine and cached
+        tokens or encodings replace it. Returns the run, and a note for the user that names what is left out, or "".
         """
         stage, encoder, every, absent = run.model.get("tokenizer"), run.model.get("text_encoder"), run.every, {}
         path = stage.get("path") if isinstance(stage, dict) else None
@@ -206,9 +206,9 @@ class Config(SystemConfig, ReadsTexts):
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
-        """Returns the section `model` with the fields that it leaves out, taken from the tokenizer and the cache.
-        `codes` always describes the cache, None without cached tokens. Raises ConfigError if there are no cached tokens
-        and neither a tokenizer nor token_shape is given.
+        """Fills in the fields that the section `model` leaves out, from the tokenizer and the cache. Returns the
+        section. Its field `codes` always describes the cache of these data; None without cached tokens. Raises
+        ConfigError if there are no cached tokens and neither a tokenizer nor token_shape is given.
         """
         stage, codes, frames = model.get("tokenizer"), run.data.codes, run.data.num_frames or 1
         cached = codes is not None and codes.kind == "tokens"
@@ -240,8 +240,8 @@ class Config(SystemConfig, ReadsTexts):
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})
 
     def conflicts_among(self, ranks: int) -> list[str]:
-        """Returns an error message for each number that `ranks` ranks, which would share a clip's tokens, do not
-        divide: rows of tokens, heads, and with `peg` channels. [] if they divide all.
+        """Returns an error message for each number that cannot be divided by `ranks`, the ranks that would share a
+        clip's tokens: rows of tokens, heads, and with `peg` channels. [] if all can.
         """
         counts = {"rows of tokens, token_shape": self.token_shape[1], "attention heads, heads": self.heads}
         if self.peg:
@@ -285,8 +285,8 @@ class Config(SystemConfig, ReadsTexts):
     def with_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
-        """Returns the section `model` with other folders or names of the text encoder and the tokenizer, None to keep
-        them.
+        """Returns the section `model` with another text encoder and another tokenizer, given by folder or name; None
+        keeps the one in the section.
         """
         if text_encoder is not None:
             model = replace_text_encoder(model, text_encoder, not model.get("unconditional"))
@@ -331,7 +331,7 @@ class Config(SystemConfig, ReadsTexts):
         return 1 + (frames - 1) // step
 
     def make_trunk_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of the transformer maskgit.Trunk that this section chooses, all but
+        """Returns the keyword arguments with which this section builds the transformer maskgit.Trunk, except
         num_tokens.
         """
         text = self.make_text_arguments() if self.reads_texts else None

@@ -47,13 +47,14 @@ def decode_tokens(
     """Draws the tokens that are not `known`, in `num_steps` steps, and returns all tokens, int64 (B, t, h, w), without
     mask tokens. If choices.order is "frames", latent frames are drawn one after the other, each in `num_steps` steps.
 
-    predict     draws an id for each mask token, see `Predict`.
+    predict     predict(tokens, uniforms, temperature) returns the tokens with ids drawn in place of mask tokens, and
+                the log-probabilities of these ids.
     tokens      int64 (B, t, h, w); values at unknown places have no effect.
     known       bool (B, t, h, w), True for tokens that stay: given frames, and padding.
     mask_token  the id that stands for an unknown token.
     key         int64 (B,), the samples' keys, from which all noise is drawn.
-    criticize   the critic, see `Criticize`, which chooses the tokens that are masked again; None: their
-                log-probabilities do.
+    criticize   criticize(tokens) returns the critic's logits, which decide the tokens that are masked again. None: the
+                log-probabilities decide.
 
     Raises ConfigError if num_steps is below 1.
     """

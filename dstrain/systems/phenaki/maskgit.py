@@ -66,11 +66,12 @@ class MaskGit(nn.Module):
         """Masks the tokens where `masked`, bool (B, t, h, w), is True, predicts them, and compares them with the true
         `tokens`, int64 (B, t, h, w). Returns a Pass: the loss, and what a critic needs.
 
-        weights        (B,), the weight in the total loss of each masked token of a sample.
-        uniforms       (B, N) in [0, 1), by which ids of the masked tokens are drawn at `temperature`; None: none are
-                       drawn, and `filled` has the true ids.
-        judged         int64 (B, t, h, w), tokens that the self critic judges in the same pass; None: it judges none.
-        real, dropped  see Trunk.forward, and so are the keyword arguments `text`.
+        weights              (B,), the weight in the total loss of each masked token of a sample.
+        real, dropped, text  see Trunk.forward.
+        uniforms             (B, N) in [0, 1), by which ids of the masked tokens are drawn at `temperature`; None: none
+                             are drawn, and Pass.filled has the true ids.
+        judged               int64 (B, t, h, w), tokens that the self critic judges in the same pass; None: it judges
+                             none.
         """
         pending = Pending(masked)
         seen = torch.where(masked, self.mask_token, tokens)
@@ -128,8 +129,8 @@ class MaskGit(nn.Module):
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
     def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
-        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). A high logit means
-        that the token was probably drawn and not given or, with critic_labels=replaced, that it is probably wrong.
+        """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). A high logit marks a
+        token that was probably drawn, not given; with critic_labels=replaced, a token that is probably wrong.
         """
         return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
 
@@ -147,8 +148,8 @@ class TokenCritic(nn.Module):
     def forward(
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
-        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w), high for tokens that were
-        probably drawn (or are wrong), see MaskGit.criticize. All other arguments are those of Trunk.forward.
+        """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). A high logit marks a token
+        that was probably drawn (or is wrong), see MaskGit.criticize. All other arguments are those of Trunk.forward.
         """
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
@@ -202,7 +203,7 @@ class Trunk(nn.Module):
 
         real     bool (B, t), False for latent frames that are padding; None: none are.
         dropped  bool (B,), True for samples whose text is replaced by the null text; None: none are.
-        text     the inputs words, or text_encodings and text_mask, of Text.forward.
+        text     the keyword arguments of Text.forward, except dropped; empty for an unconditional model.
         """
         x = self.token_emb(tokens)
         for axis, (table, side) in enumerate(zip(self.positions, tokens.shape[1:])):
@@ -241,12 +242,14 @@ class Text(nn.Module):
         text_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Returns the context for cross-attention, (B, M, dim), and bool (B, M), True for the entries that may be read.
+        M is L, or with a null text L + 1.
 
         dropped         bool (B,), True for samples whose text is replaced by the null text; None: none are.
-        words           int64 (B, L), hashed words, 0 for padding; or instead of them:
-        text_encodings  (B, L, E), with text_mask, bool (B, L), False for padding.
+        words           int64 (B, L), hashed words, 0 for padding; for a model that reads words.
+        text_encodings  (B, L, E); for a model that reads text encodings.
+        text_mask       bool (B, L), False where text_encodings are padding.
 
-        M is L, or with a null text L + 1. Only samples with a dropped or empty text may read the null text.
+        Only samples with a dropped or empty text may read the null text.
         """
         if self.words is not None:
             context, seen = self.words(words), words != 0

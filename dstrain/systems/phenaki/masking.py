@@ -27,8 +27,8 @@ def count_tokens_to_mask(u: Tensor, real: Tensor) -> Tensor:
 
 
 def mark_lowest_scores(scores: Tensor, count: Tensor) -> Tensor:
-    """Returns bool (B, N), True at the lowest `scores` (B, N) of each row, of which there are `count`, int64 (B,). Of
-    equal scores the first ones are taken.
+    """Returns bool (B, N), True at the `count`, int64 (B,), lowest `scores` (B, N) of each row. Of equal scores the
+    first ones are taken.
     """
     order = scores.argsort(dim=1, stable=True)
     rank = torch.empty_like(order).scatter_(
@@ -38,8 +38,10 @@ def mark_lowest_scores(scores: Tensor, count: Tensor) -> Tensor:
 
 
 def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
-    """Returns bool (B, N), True for the tokens that are masked in training: those with the lowest `noise` (B, N) in [0,
-    1), as many in each clip as count_tokens_to_mask gives for u (B,). Padding, where `real`, bool (B, N), is False, is
-    never masked.
+    """Returns bool (B, N), True for the tokens that are masked in training: those with the lowest `noise`.
+
+    u      (B,) in [0, 1), which decides how many tokens of a clip are masked, see count_tokens_to_mask.
+    noise  (B, N) in [0, 1).
+    real   bool (B, N), False for padding, which is never masked.
     """
     return mark_lowest_scores(torch.where(real, noise, 2.0), count_tokens_to_mask(u, real.sum(1)))

@@ -69,9 +69,11 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with `tokens` int64 (B, t, h, w) in place of videos or images, with the network's text
-        inputs in place of captions or encodings and, if the batch has `frames`, with `real`, bool (B, t), False for
-        latent frames with padding.
+        """Returns the batch with changes for the network:
+
+        tokens       int64 (B, t, h, w), in place of videos or images.
+        text inputs  in place of captions or encodings, under the names that the network takes.
+        real         bool (B, t), False for latent frames with padding; only if the batch has `frames`.
 
         Raises ConfigError if there are neither videos nor tokens, if tokens have another shape than the model's, or if
         captions that the model reads are missing.
@@ -123,8 +125,8 @@ class PhenakiSystem(System):
         return source.compute_fingerprint() + self.texts.make_fingerprint_suffix()
 
     def get_tokenizer(self, device: torch.device | None = None) -> Codec:
-        """Returns the frozen tokenizer, moved to `device` unless it is None. The first call loads it, so that a run on
-        cached tokens needs none. Raises ConfigError if the recipe names no tokenizer, or it does not fit the model.
+        """Returns the frozen tokenizer, moved to `device` unless it is None. The first call loads it. Raises
+        ConfigError if the recipe names no tokenizer, or the tokenizer does not fit the model.
         """
         if self._tokenizer is None:
             if problem := self.cannot_draw():
@@ -143,28 +145,30 @@ class PhenakiSystem(System):
         return None
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Returns the parts that learn at `step`: all, or the one that model.train names. Stores for the losses of this
-        step the last latent frame that its clips keep, None for whole clips.
+        """Returns the names of the parts that learn at `step`: all, or only the one in model.train. Also stores, for
+        the losses of this step, the last latent frame that clips keep; None for whole clips.
         """
         # The shapes of a step depend on it, and only here does the host know the step.
         self._cut = find_last_kept_frame(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
     def workload(self, step: int) -> tuple[int, ...]:
-        """Returns (parts that learn, latent frames of a clip, latent frames that may be masked) at `step`: a larger
-        tuple means more operations.
+        """Returns three numbers for `step`: the parts that learn, the latent frames of a clip, and the latent frames
+        that may be masked. A larger tuple means more operations.
         """
         cut, longest = find_last_kept_frame(self.config.beginnings, step), self.config.token_shape[0]
         frames, masked = (longest, longest) if cut is None else (cut + 1, 1)
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
     def compute_maskgit_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of MaskGit's turn: `loss`, a scalar with gradient, the weighted cross-entropy of masked
-        tokens plus the loss of a self critic; loss_each (B,); and further terms without gradient. Texts are dropped
-        with probability cond_drop_prob.
+        """Returns the terms of MaskGit's turn. Texts are dropped with probability cond_drop_prob.
+
+        loss       a scalar with gradient: the weighted cross-entropy of masked tokens, plus the loss of a self critic.
+        loss_each  (B,), the loss of each sample, without gradient.
+        others     (B,), without gradient.
 
         Changes the example: cuts its clips if this step is to have shorter ones, and stores the filled tokens for a
-        token critic.
+        critic.
         """
         self._cut_clips(example)
         passed, terms = self._run_maskgit(nets, example, self._draw_dropped_texts(example))
@@ -180,9 +184,9 @@ class PhenakiSystem(System):
         return terms | {"loss": loss, "loss_each": terms["loss"]}
 
     def compute_critic_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of the token critic's turn, which judges clips whose masked tokens MaskGit has drawn:
-        `loss`, a scalar with gradient, loss_each (B,), and those of `_compute_critic_terms`. If MaskGit has no turn in
-        this step, its tokens are drawn here. Cuts the example's clips if this step is to have shorter ones.
+        """Returns the terms of the token critic's turn, in which the critic judges clips whose masked tokens MaskGit
+        has drawn: `loss`, a scalar with gradient, loss_each (B,), and the others of `_compute_critic_terms`. If MaskGit
+        has no turn in this step, draws its tokens here. Cuts the example's clips if this step is to have shorter ones.
         """
         self._cut_clips(example)
         dropped = self._draw_dropped_texts(example)
@@ -195,8 +199,9 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms of each sample, (B,) each, without dropping texts: MaskGit's and, if a critic learns, the
-        critic's, whose names begin with critic_. `loss` is MaskGit's, or the critic's if it learns alone.
+        """Returns terms of held-out samples, (B,) each, with no text dropped: MaskGit's terms and, if a critic learns,
+        the critic's terms under names that begin with critic_. `loss` is MaskGit's; if only the critic learns, the
+        critic's.
         """
         example = dict(example)
         passed, terms = self._run_maskgit(nets, example, None)
@@ -246,7 +251,7 @@ class PhenakiSystem(System):
 
     def _get_or_draw_mask(self, example: Example) -> Tensor:
         """Returns bool (B, t, h, w), True for the tokens that MaskGit does not see. The first call for an example draws
-        it from the samples' keys and stores it in the example.
+        this mask from the samples' keys and stores it in the example.
         """
         if "masked" not in example:
             key, shape = example["key"], example["tokens"].shape
@@ -256,9 +261,9 @@ class PhenakiSystem(System):
         return example["masked"]
 
     def _cut_clips(self, example: Example) -> None:
-        """Cuts the example's clips, in place, after the latent frame that `turns` has stored, and stores "asked", bool
-        (B, t), True for the last real latent frame of each clip, whose tokens alone are masked. Does nothing if this
-        step has whole clips, or the clips are cut already.
+        """Cuts the example's clips, in place, after the latent frame that `turns` has stored. Also stores "asked", bool
+        (B, t), True for the last real latent frame of each clip: only tokens of this frame are masked. Does nothing if
+        this step has whole clips, or the clips are cut already.
         """
         if self._cut is None or "asked" in example:
             return
@@ -272,8 +277,8 @@ class PhenakiSystem(System):
         return self._mark_maskable_frames(example).sum(1) * (self.config.token_shape[1] * self.config.token_shape[2])
 
     def _mark_maskable_frames(self, example: Example) -> Tensor:
-        """Returns bool (B, t), True for latent frames whose tokens may be masked: all without padding or, if
-        `_cut_clips` has cut the clips, only the last of these.
+        """Returns bool (B, t), True for latent frames whose tokens may be masked: every frame without padding; in clips
+        that `_cut_clips` has cut, only the last such frame.
         """
         return example["asked"] if "asked" in example else self._mark_real_frames(example)
 
@@ -286,8 +291,11 @@ class PhenakiSystem(System):
         return critic(example["filled"], example.get("real"), dropped, **select_text_inputs(example))
 
     def _compute_critic_terms(self, logits: Tensor, example: Example) -> Terms:
-        """Returns terms of each sample, (B,) each, from the critic's logits (B, t, h, w): its `loss`, its `accuracy`,
-        and `replaced`, the share of masked tokens in whose place MaskGit drew a wrong id.
+        """Returns terms of each sample, (B,) each, from the critic's logits (B, t, h, w):
+
+        loss      the critic's loss.
+        accuracy  the share of judged tokens that the critic tells rightly.
+        replaced  the share of masked tokens for which MaskGit drew a wrong id.
         """
         masked, total = self._get_or_draw_mask(example), self._count_maskable_tokens(example)
         replaced = example["filled"] != example["tokens"]
@@ -311,9 +319,11 @@ class PhenakiSystem(System):
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
-        """Draws one video for each seed of the request: uint8 (N, T, C, H, W), T being request.num_frames or else the
-        longest clip's. The conditions are the texts' inputs (without them, no text) and perhaps `prime`, uint8 (N, K,
-        C, H, W): frames with which the videos begin.
+        """Draws one video for each seed of the request: uint8 (N, T, C, H, W). T is request.num_frames, or the length
+        of the longest clip if that is None. The request's conditions may hold:
+
+        text inputs  without them, videos are drawn without a text.
+        prime        uint8 (N, K, C, H, W), the frames with which the videos begin.
 
         Raises ConfigError if T or K does not fit the model, if there is guidance without a null text, or no tokenizer.
         """

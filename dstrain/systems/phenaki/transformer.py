@@ -108,8 +108,8 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """Returns the block's output: (B, t, h, w, dim) -> (B, t, h, w, dim).
 
-        bias          (1, heads, N, N), added to the scores of self-attention, N being the tokens that attend to
-                      each other; None: none.
+        bias          (1, heads, N, N), added to the scores of self-attention; N is how many tokens attend to each
+                      other. None: none.
         mask          bool (B, t, h, w), False for tokens that no token may read; None: all may be read.
         context       (B, M, E), which cross-attention reads.
         context_mask  bool (B, M), False for entries of the context that may not be read; None: all may be.
@@ -177,7 +177,7 @@ class Attention(nn.Module):
         mask     bool (B, M), True for what may be read; None: all. The output is 0 for a sample that may read nothing.
         bias     (1, heads, N, M), added to the scores; None: none.
         causal   whether a token reads only itself and those before it (N = M).
-        shared   that of nn.attention.attend, where ranks share the tokens; mask and bias are of all tokens.
+        shared   how ranks share the tokens, see nn.attention.attend; mask and bias cover all tokens in any case.
         """
         x = self.norm(x)
         source = x if self.context_norm is None else self.context_norm(context.to(x.dtype))
@@ -199,9 +199,9 @@ class Attention(nn.Module):
 
 
 def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
-    """Returns all that is added to the scores of attention, (B or 1, heads or 1, N or 1, M): `bias`, and large negative
-    numbers where `mask` or `causal` hides a token. Returns None if neither bias nor mask is given, even if `causal` is
-    true.
+    """Returns the sum of all that is added to the scores of attention, (B or 1, heads or 1, N or 1, M): `bias`, and
+    large negative numbers where `mask` or `causal` hides a token. Returns None if both bias and mask are None; the
+    caller must then apply `causal` itself.
     """
     if bias is None and mask is None:
         return None
@@ -302,8 +302,8 @@ class PositionBias(nn.Module):
 
 
 def _index_token_distances(sides: tuple[int, ...], device: torch.device) -> Tensor:
-    """Returns int64 (N, N): for each pair of tokens in a grid with these `sides`, the row of their distance in
-    PositionBias's table, which has one row for each distance that occurs.
+    """Returns for each pair of tokens in a grid with these `sides` the row of PositionBias's table that belongs to
+    their distance: int64 (N, N). The table has one row for each distance that occurs.
     """
     row = torch.zeros((), dtype=torch.int64, device=device)
     places = torch.meshgrid(*(torch.arange(side, device=device) for side in sides), indexing="ij")
@@ -314,8 +314,8 @@ def _index_token_distances(sides: tuple[int, ...], device: torch.device) -> Tens
 
 
 def build_alibi(heads: int, count: int, like: Tensor) -> Tensor:
-    """Returns ALiBi's bias for `count` tokens in a row, (heads, count, count): it falls linearly with the distance of
-    two tokens, at another rate for each head (Press et al. 2021). It has the dtype and device of `like`.
+    """Returns ALiBi's bias for `count` tokens in a row, (heads, count, count), with the dtype and device of `like`. The
+    bias falls linearly with the distance of two tokens, at a different rate for each head (Press et al. 2021).
     """
     slopes = 2.0 ** (-8.0 / heads * torch.arange(1, heads + 1, device=like.device))
     place = torch.arange(count, device=like.device)

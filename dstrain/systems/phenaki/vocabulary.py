@@ -120,8 +120,9 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, targets, weights, uniforms, temperature, smoothing, chunk, learns):
-        """Returns the weighted total loss, a scalar, and for each row, (M,) each: its loss, 1 if the most likely id is
-        the target, and a drawn id. If `learns`, also computes the gradients that `backward` returns.
+        """Returns the weighted total loss, a scalar, and three tensors (M,), with one value for each row: the loss; 1
+        if the most likely id is the target, else 0; and a drawn id, or the target if `uniforms` is None. If `learns` is
+        true, also computes the gradients that `backward` returns.
         """
         loss = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
         hits, ids = torch.empty_like(loss), targets.clone()

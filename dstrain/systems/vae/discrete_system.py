@@ -74,7 +74,7 @@ class DiscreteSystem(AutoencoderSystem):
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Returns terms of held-out images, at the final temperature and KL weight:
 
-        loss        (B,), and the terms that it consists of, (B,) each.
+        loss        (B,), and the terms of the reconstruction and the tokens, (B,) each.
         psnr, ssim  (B,), of the image that is decoded from the tokens (with gumbel from the most likely ones).
         usage       (B, K), the share of each of the K tokens.
         """

@@ -149,8 +149,8 @@ class Config(SystemConfig):
         }
 
     def conflicts_among(self, ranks: int) -> list[str]:
-        """Returns an error message for each number that `ranks` ranks, which would share a clip's tokens, do not
-        divide: rows of patches, heads and channels. [] if they divide all.
+        """Returns an error message for each number that cannot be divided by `ranks`, the ranks that would share a
+        clip's tokens: rows of patches, heads and channels. [] if all can.
         """
         rows = self.size[0] // self.patch_size
         return list_indivisible_counts(

@@ -74,9 +74,9 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
-        """Returns the batch with `x_start`, float32 (B, T, C, H, W) in [-1, 1], in place of videos or images, and with
-        `frames`, int64 (B,), T for each clip if the batch has none. Raises ConfigError if the number of frames or the
-        shape of a frame does not fit the model.
+        """Replaces videos or images in the batch by `x_start`, float32 (B, T, C, H, W) in [-1, 1]. If the batch has no
+        `frames`, the numbers of real frames, int64 (B,), adds T for each clip. Raises ConfigError if the number of
+        frames or the shape of a frame does not fit the model.
         """
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]  # (B, T, C, H, W)
@@ -95,9 +95,12 @@ class TokenizerSystem(System):
         return self.picture_loss.list_turns("tokenizer", step)
 
     def compute_tokenizer_loss(self, nets: Nets, example: Example) -> Terms:
-        """Returns the terms of the tokenizer's turn: `loss`, a scalar with gradient, and without gradient, (B,) each,
-        the reconstruction error, the quantizer's terms and, once the discriminator learns, its terms on one frame; with
-        lookup_free also `shares` of codes, for `observe`.
+        """Returns the terms of the tokenizer's turn:
+
+        loss    a scalar, the only term with gradient.
+        others  (B,) each: the reconstruction error, the perceptual distance and the quantizer's terms; once the
+                discriminator learns, also the adversarial terms of one frame.
+        shares  for `observe`, the shares of codes in each sample; only with the quantizer lookup_free.
         """
         passed = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._select_code_terms(passed), {}
@@ -122,8 +125,9 @@ class TokenizerSystem(System):
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
     def _compute_critique(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
-        """Returns the terms of reconstructed clips `made` (B, T, C, H, W), and a tensor (B,) whose gradient with
-        respect to the clips is the sum of those of reconstruction error, perceptual distance and adversarial loss.
+        """Returns the terms of reconstructed clips `made` (B, T, C, H, W), and a tensor (B,). The tensor's gradient
+        with respect to the clips is the sum of the gradients of reconstruction error, perceptual distance and
+        adversarial loss.
         """
         place, x = self._draw_frame_number(example), example["x_start"]
         video = made.detach().requires_grad_()
@@ -144,7 +148,7 @@ class TokenizerSystem(System):
         return terms | critique, (made * pull).flatten(1).sum(1)
 
     def observe(self, seen: Terms) -> None:
-        """Updates the running shares of codes by seen["shares"], those of the samples of a global batch."""
+        """Updates the running shares of codes by seen["shares"], the shares in each sample of a global batch."""
         self._usage.update_shares(seen["shares"])
 
     def _select_code_terms(self, passed: Pass) -> Terms:
@@ -157,8 +161,8 @@ class TokenizerSystem(System):
         return {"commitment": passed.commitment, other: getattr(passed, other)}
 
     def _compute_code_loss(self, terms: Terms) -> Tensor | float:
-        """Returns the quantizer's part of the loss, (B,), or 0 for fsq. Without the term `diversity`, as on held-out
-        data, it lacks the loss of uneven use of codes, whose reference changes from step to step.
+        """Returns the quantizer's part of the loss, (B,), or 0 for fsq. If `terms` has no `diversity`, as on held-out
+        data, the loss of uneven use of codes is left out.
         """
         config = self.config
         if config.quantizer == "fsq":
@@ -189,8 +193,8 @@ class TokenizerSystem(System):
         )
 
     def _draw_frame_number(self, example: Example) -> Tensor:
-        """Returns the number of a random frame of each clip, int64 (B,), drawn from the samples' keys; never one in a
-        latent frame with padding.
+        """Draws the number of a random frame of each clip, int64 (B,), from the samples' keys. Takes only frames that
+        lie in latent frames without padding.
         """
         count = count_frames_with_tokens(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
@@ -201,8 +205,12 @@ class TokenizerSystem(System):
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
-        """Returns terms of each clip, (B,) each: `loss` and its terms, without the discriminator's and diversity, and
-        psnr and ssim, averaged over its real frames; and usage (B, K), the share of each token.
+        """Returns terms of held-out clips:
+
+        loss        (B,), and the terms that it consists of, (B,) each; the discriminator and diversity have no part in
+                    it.
+        psnr, ssim  (B,), averaged over a clip's frames in latent frames without padding.
+        usage       (B, K), the share of each of the K tokens.
         """
         passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._select_code_terms(passed) | self._compute_distance_terms(passed.video, example)
