@@ -247,8 +247,8 @@ def take_step(
 ) -> dict[str, list[Tensor]]:
     """Takes one optimizer step of every part whose turn it is. Returns the losses of this rank's micro-batches by part.
 
-    The batch, and the noise and dropout of its samples, are those of `step + shift`; all else depends on `step`. `vote`
-    is called on the last micro-batch, when `batches` know whether the next step has samples.
+    The batch, and the noise and dropout of its samples, are those of `step + shift` (see Divergence.shift); all else
+    depends on `step`. `vote`, in which the ranks agree on what comes next, is called on the last micro-batch.
     """
     engines.begin_step(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []

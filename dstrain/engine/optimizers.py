@@ -325,7 +325,7 @@ class Muon(torch.optim.AdamW):
                 piece = update.narrow(0, matrix.pieces[0].offset, matrix.pieces[0].numel)
                 piece.copy_(orthogonalize(piece.view(matrix.rows, matrix.columns)).reshape(-1))
         if shared := [matrix for matrix in matrices if len(matrix.pieces) > 1]:
-            orthogonalize_shared(update, shared)
+            orthogonalize_across_ranks(update, shared)
         update.mul_(applied)
         weights = flat.mul_(1 - lr * group["weight_decay"] * applied).view(-1)
         for matrix in matrices:
@@ -356,7 +356,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     return (wide.T if tall else wide).to(matrix.dtype)
 
 
-def orthogonalize_shared(update: Tensor, matrices: Sequence[Matrix]) -> None:
+def orthogonalize_across_ranks(update: Tensor, matrices: Sequence[Matrix]) -> None:
     """Makes the matrices that lie on several ranks orthogonal, in place in this rank's tensor `update`. For each
     matrix, its owner collects the pieces from all ranks, orthogonalizes the whole and sends the pieces back. Call it on
     all ranks.

@@ -53,12 +53,12 @@ class WideSums:
 
     def attach(self, engine: Any) -> None:
         """Connects the sums to a DeepSpeed engine, which knows which micro-batch is the last of a step. From now on,
-        `_hand_over_sums` is called each time before the engine reduces gradients.
+        `_move_sums_into_grads` is called each time before the engine reduces gradients.
         """
         self._engine, engine.wide_sums = engine, self
-        call_before_reduction(engine, self._hand_over_sums)
+        call_before_reduction(engine, self._move_sums_into_grads)
 
-    def _hand_over_sums(self) -> None:
+    def _move_sums_into_grads(self) -> None:
         """On the last micro-batch of a step, moves the sums of those weights that have no gradient in this micro-batch
         into the weights' `grad`. Does nothing on other micro-batches.
         """

@@ -99,7 +99,7 @@ class PictureLoss:
     """Computes the perceptual and the adversarial loss of a first stage. If a section is None, its loss is left out.
 
     Attributes: perceives, whether there is a perceptual term; adversarial, whether there is a discriminator and, after
-    `list_turns`, whether it learns at that step.
+    `begin_step_and_list_parts`, whether it learns at that step.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PictureLoss:
             )
         }
 
-    def list_turns(self, part: str, step: int) -> tuple[str, ...]:
+    def begin_step_and_list_parts(self, part: str, step: int) -> tuple[str, ...]:
         """Returns the names of the parts that learn at `step`, in order: `part`, the first stage, and from step
         discriminator.start on also "discriminator". Also stores, for the losses of this step, whether the discriminator
         learns and whether an R1 penalty is due.

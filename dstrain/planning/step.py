@@ -139,19 +139,19 @@ def _label_tensors_by_maker(
     """
 
     @contextmanager
-    def label_encoding() -> Iterator[None]:
+    def label_tensors_of_encoding() -> Iterator[None]:
         """Records the watch's counts before a micro-batch, and gives the kind "inputs" to what its encoding makes."""
         begun.append(watch.get_counts())
         with watch.set_kind_of_new_storages("inputs"):
             yield
 
-    wrap_method(system, "encode", label_encoding)
+    wrap_method(system, "encode", label_tensors_of_encoding)
     wrap_method(engines, "learn", lambda: watch.set_kind_of_new_storages("working"))
     wrap_method(engines.host, "send_to_host", lambda: watch.set_kind_of_new_storages(ON_HOST))
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
-    def label_updating() -> Iterator[None]:
+    def label_tensors_of_update() -> Iterator[None]:
         """Records the events at which an optimizer's step begins and ends. Before it, labels gradients and secondary
         weights.
         """
@@ -162,7 +162,7 @@ def _label_tensors_by_maker(
         updates.append(watch.num_events)
 
     for masters in engines.masters.values():
-        wrap_method(masters, "step", label_updating)
+        wrap_method(masters, "step", label_tensors_of_update)
         for owner, name, kind in list_tensor_makers(masters):
             wrap_method(owner, name, partial(watch.set_kind_of_new_storages, kind))
 

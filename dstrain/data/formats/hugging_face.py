@@ -219,7 +219,7 @@ class Tables(Layout):
 
     def _choose_listed_columns(self, names: list[str]) -> list[str]:
         """Returns the columns to read when the samples are listed: label, captions and last the column of splits, as
-        far as they exist. Sets `_split` to the column of splits or None, and records a column of folds.
+        far as they exist. Sets `_split` to the column of splits or None, and notes a column of cross-validation folds.
 
         names: all columns of the file.
         """

@@ -117,7 +117,7 @@ def _write_measures(
         for start in range(done, len(index), chunk):
             get_phases().enter_phase(f"measuring {layout.root}: {start:,} of {len(index):,}")
             stop = min(start + chunk, len(index))
-            _append_rows(
+            _write_rows_from_offset(
                 part,
                 np.array(list(map_in_threads(measure_or_zero, range(start, stop))), np.int32),
                 start * dtype.itemsize,
@@ -127,7 +127,7 @@ def _write_measures(
     os.replace(part, path)
 
 
-def _append_rows(path: Path, block: np.ndarray, offset: int) -> None:
+def _write_rows_from_offset(path: Path, block: np.ndarray, offset: int) -> None:
     """Writes `block` to a file at byte `offset`, in place of all that follows. Creates the file if it is missing."""
     with open(path, "r+b" if path.exists() else "wb") as file:
         file.truncate(offset)

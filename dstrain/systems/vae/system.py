@@ -59,7 +59,7 @@ class AutoencoderSystem(System):
 
     def turns(self, step: int) -> tuple[str, ...]:
         """Returns the parts that learn at `step`: "autoencoder" and, from its start step on, "discriminator"."""
-        return self.picture_loss.list_turns("autoencoder", step)
+        return self.picture_loss.begin_step_and_list_parts("autoencoder", step)
 
     def compute_autoencoder_loss(self, nets: Nets, example: Example) -> Terms:
         """Returns the terms of the autoencoder's turn. `loss` is a scalar with gradient. The others are (B,) each,

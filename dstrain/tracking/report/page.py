@@ -147,7 +147,7 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     most = max(50, min(_PER_CURVE, _POINTS // max(1, sum(map(len, charts.values())))))
 
     def rank_title(title: str) -> tuple[int, int]:
-        """Returns the key by which charts are sorted: first the titles in _FIRST, then the others in order."""
+        """Returns the key by which charts are sorted: first the titles in _FIRST, then the others as they came."""
         known = [place for place, first in enumerate(_FIRST) if title == first or title.startswith(f"{first} by ")]
         return known[0] if known else len(_FIRST), list(charts).index(title)
 

@@ -92,7 +92,7 @@ class TokenizerSystem(System):
 
     def turns(self, step: int) -> tuple[str, ...]:
         """Returns the parts that learn at `step`: "tokenizer" and, from its start step on, "discriminator"."""
-        return self.picture_loss.list_turns("tokenizer", step)
+        return self.picture_loss.begin_step_and_list_parts("tokenizer", step)
 
     def compute_tokenizer_loss(self, nets: Nets, example: Example) -> Terms:
         """Returns the terms of the tokenizer's turn:
