@@ -82,7 +82,7 @@ def _write_rank_variables() -> Place:
         os.environ["MASTER_ADDR"] = _find_first_host()
     # Launchers name the same port for every run, so that two runs of one rank would fight for it, which nobody else
     # needs. Only torchrun's agent listens at the port that it names.
-    alone = place.world == 1 and not exchanged and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    alone = place.world == 1 and not group.is_started() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if alone or "MASTER_PORT" not in os.environ:
         # Several ranks must know one port without a word between them: it follows from Slurm's job, so that two jobs on
         # one host seldom meet.
