@@ -148,7 +148,7 @@ class FragmentIndex(TensorLocator):
         return [name for name in self._shapes if self.has_tensor(kind, name)]
 
     def has_tensor(self, kind: str, name: str) -> bool:
-        first, last = self._find_rows(kind, name)
+        first, last = self._find_columns(kind, name)
         return first < last
 
     def _find_shape(self, kind: str, name: str) -> tuple[int, ...]:
@@ -157,11 +157,11 @@ class FragmentIndex(TensorLocator):
         """
         if name in self._shapes:
             return self._shapes[name]
-        last = self._find_rows(kind, name)[1] - 1  # of codes of 8 bits, which are flat
+        last = self._find_columns(kind, name)[1] - 1  # of codes of 8 bits, which are flat
         return (int(self._table[1, last] + self._table[2, last]),)
 
     def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        first, last = self._find_rows(kind, name)
+        first, last = self._find_columns(kind, name)
         starts = self._table[1, first:last]
         begin = max(int(np.searchsorted(starts, start, "right")) - 1, 0)
         stop = int(np.searchsorted(starts, end)) + 1  # one more, which ends a gap
@@ -175,7 +175,7 @@ class FragmentIndex(TensorLocator):
             pieces.append((element, Span(path, place, SIZES[self.dtype] * numel)))
         return pieces
 
-    def _find_rows(self, kind: str, name: str) -> tuple[int, int]:
+    def _find_columns(self, kind: str, name: str) -> tuple[int, int]:
         """Returns (start, stop), the columns of the index's table that describe a tensor's fragments. start equals stop
         if the tensor has none.
         """

@@ -135,8 +135,8 @@ def measure_system_on_source(
 
     figures: {name: mean}
     standard_errors: {name: standard error}, None for figures that System.digest computes
-    curves: {name: [mean of each column]}
-    timesteps: those of the columns, or None
+    curves: {name: [mean at each timestep]}, of terms that have a column for each timestep
+    timesteps: these timesteps, or None
     quarters: {name: [mean in each quarter of the timesteps]}
     nonfinite_samples: the number of samples with values that are not finite
     """

@@ -110,7 +110,7 @@ def sample_chain(
     eta            how much noise is added; None: the sampler's usual amount.
     clip_denoised  whether the predicted x_start is kept in [-1, 1].
 
-    Raises ConfigError if eta is given to a sampler that adds no noise.
+    Raises ConfigError if eta is given to a sampler that has none, such as ddpm, whose noise is fixed.
     """
     eta = choose_eta(sampler, eta)
     if sampler in CHAINS:

@@ -176,8 +176,8 @@ ETAS = {"ddim": 0.0, "dpm++sde": 1.0, "edm": 1.0, "sde": 1.0, "sde-heun": 1.0}
 
 
 def choose_eta(sampler: str, eta: float | None) -> float:
-    """Returns eta; if it is None, the sampler's usual value, which is 0 for samplers that add no noise. Raises
-    ConfigError if eta is given to a sampler that adds no noise.
+    """Returns eta; if it is None, the sampler's usual value, or 0 for a sampler that has no eta. Raises ConfigError if
+    eta is given to a sampler that has none, such as ddpm, whose noise is fixed.
     """
     if eta is not None and sampler not in ETAS:
         raise ConfigError(

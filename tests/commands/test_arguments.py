@@ -44,22 +44,22 @@ def test_entries_that_an_index_does_not_read(word):
 def test_runs_that_guide(tmp_path):
     """Oracle: the parts written out; a folder whose name holds a colon or an @ is a folder."""
     folder = type(tmp_path)
-    assert arguments.parse_guide("runs/a") == (folder("runs/a"), None, None)
-    assert arguments.parse_guide("runs/a:0.99") == (folder("runs/a"), 0.99, None)
-    assert arguments.parse_guide("runs/a@400") == (folder("runs/a"), None, 400)
-    assert arguments.parse_guide("runs/a@400:raw") == (folder("runs/a"), "raw", 400)
+    assert arguments.parse_guiding_run("runs/a") == (folder("runs/a"), None, None)
+    assert arguments.parse_guiding_run("runs/a:0.99") == (folder("runs/a"), 0.99, None)
+    assert arguments.parse_guiding_run("runs/a@400") == (folder("runs/a"), None, 400)
+    assert arguments.parse_guiding_run("runs/a@400:raw") == (folder("runs/a"), "raw", 400)
     for name in ("a:0.9", "b@3"):
         (tmp_path / name).mkdir()
-        assert arguments.parse_guide(str(tmp_path / name)) == (tmp_path / name, None, None)
-        assert arguments.parse_guide(f"{tmp_path / name}@7:raw") == (tmp_path / name, "raw", 7)
+        assert arguments.parse_guiding_run(str(tmp_path / name)) == (tmp_path / name, None, None)
+        assert arguments.parse_guiding_run(f"{tmp_path / name}@7:raw") == (tmp_path / name, "raw", 7)
 
 
 @pytest.mark.parametrize(
     "kind, text",
     [
-        ("parse_guide", "a:1.5"),
-        ("parse_guide", "a:best"),
-        ("parse_guide", "a@-1"),
+        ("parse_guiding_run", "a:1.5"),
+        ("parse_guiding_run", "a:best"),
+        ("parse_guiding_run", "a@-1"),
         ("parse_interval", "1"),
         ("parse_fraction", "1.1"),
         ("parse_interval", "2,1"),

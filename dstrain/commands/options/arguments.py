@@ -118,7 +118,7 @@ def parse_interval(text: str) -> tuple[float, float]:
     return values
 
 
-def parse_guide(text: str) -> tuple[Path, float | str | None, int | None]:
+def parse_guiding_run(text: str) -> tuple[Path, float | str | None, int | None]:
     """Parses the run that guides another (autoguidance) into (its folder, its weights, its step).
 
     The forms are RUN, RUN:0.995 (the average of that decay or width), RUN:raw (the training weights), RUN@400 (step
@@ -191,7 +191,7 @@ def read_nonempty_lines(path: str) -> tuple[str, ...]:
     return lines
 
 
-def split_words(text: str) -> tuple[str, ...]:
+def split_at_commas(text: str) -> tuple[str, ...]:
     """Splits a text such as fid,kid at commas, and drops repeated words."""
     return tuple(dict.fromkeys(text.split(",")))
 

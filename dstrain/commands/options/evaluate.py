@@ -10,7 +10,7 @@ from dstrain.commands.options.arguments import (
     parse_nonnegative_integer,
     parse_positive_integer,
     read_nonempty_lines,
-    split_words,
+    split_at_commas,
 )
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Sampling, Weights
@@ -85,7 +85,7 @@ class EvaluateOptions(Weights, Sampling):
         "fid, sfid, kid, is, pr, dc, fd_dinov2, fd_clip, clip_score, fvd; fd, accuracy of built-in data; retrieval, "
         "of pictures with captions (--features clip:FOLDER; of built-in emoji none); or scenes: random stories of "
         "four scenes (250), of a run on the built-in clips (docs/guides/scenes.md)",
-        split_words,
+        split_at_commas,
         metavar="NAMES",
         heading=_PICTURES,
     )

@@ -6,7 +6,7 @@ from typing import Literal
 
 from dstrain.commands.options.arguments import (
     parse_fraction,
-    parse_guide,
+    parse_guiding_run,
     parse_interval,
     parse_nonnegative_integer,
     parse_nonnegative_number,
@@ -85,7 +85,7 @@ class Sampling(Command):
         None,
         "a weaker run, or an earlier checkpoint of RUN, that guides instead of the missing label, by its average of "
         "decay or width EMA, or raw",
-        parse_guide,
+        parse_guiding_run,
         metavar="RUN[@STEP][:EMA]",
         heading=GUIDANCE,
     )

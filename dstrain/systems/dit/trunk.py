@@ -59,7 +59,7 @@ class Trunk(nn.ModuleList):
                 inputs = inputs._replace(images=count)
             x = block(x, *inputs)
             if number == end:
-                x = torch.cat((_put_tokens(passing, keep, x[:, :count]), x[:, count:]), dim=1)
+                x = torch.cat((_put_tokens_back(passing, keep, x[:, :count]), x[:, count:]), dim=1)
                 count, rotation = passing.shape[1], whole
             if number in taps:
                 tapped[number] = x[:, :count]
@@ -89,7 +89,7 @@ def take_tokens(x: Tensor, keep: Tensor) -> Tensor:
     return x.gather(1, keep[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def _put_tokens(x: Tensor, keep: Tensor, taken: Tensor) -> Tensor:
+def _put_tokens_back(x: Tensor, keep: Tensor, taken: Tensor) -> Tensor:
     """Returns a copy of x (B, N, D) in which the tokens with the numbers `keep`, int64 (B, M), are replaced by `taken`
     (B, M, D).
     """

@@ -72,10 +72,11 @@ def adapt_weights(
     state: dict[str, Tensor], network: nn.Module, config: Config, mean: Tensor, std: Tensor
 ) -> fitting.Fitted:
     """Returns a state dict that fits `network`, and notes on what was changed. Reads only names and shapes of the
-    network. mean, std: (D,) each, by which the recipe normalizes image embeddings.
+    network. state: the weights in a file of diffusers or DALLE2-pytorch. mean, std: (D,) each, by which the recipe
+    normalizes image embeddings.
 
-    Leaves out the file's clip_mean and clip_std. They must equal `mean` and `std`, except where clip_std is all zeros.
-    Null texts, and the layer that reads the previous prediction, begin at 0 if the file lacks them.
+    Of a prior of diffusers: leaves out clip_mean and clip_std, which must equal `mean` and `std`, except where clip_std
+    is all zeros. Null texts, and the layer that reads the previous prediction, begin at 0 if the file lacks them.
 
     Raises ConfigError if the file is a prior of DALLE2-pytorch and the recipe has no model.lucidrains, or the reverse,
     and for the first other difference, with both sides and the remedy.

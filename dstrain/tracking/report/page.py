@@ -107,8 +107,9 @@ def _read_plotly() -> str:
 
 
 def _describe_run(record: Record, place: int) -> dict[str, Any]:
-    """Returns what the page's script needs to draw a run, for JSON: its label and colour, the hours at some steps, the
-    samples in a step, and marks at resumes and rollbacks. `place` is the number of the run on the page, from 0.
+    """Returns what the page's script needs to draw a run, for JSON: its label and colour, the hours that had
+    passed at some steps, the samples in a step, and marks at resumes and rollbacks. `place` is the number of the run on
+    the page, from 0.
     """
     clock = None
     if record.hours is not None:
