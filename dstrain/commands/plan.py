@@ -11,6 +11,7 @@ from dstrain.commands.options.plan import PlanOptions
 from dstrain.commands.options.shipped import find_ds_config
 from dstrain.disk import small
 from dstrain.distributed.progress import get_phases
+from dstrain.distributed.stops import get_stops
 from dstrain.engine.settings import read_precision, read_stage, resolve_settings
 from dstrain.planning.advice import (
     MAX_RANKS,
@@ -41,7 +42,9 @@ def run_verb(options: PlanOptions) -> None:
     run = load_checked_recipe(options.recipe, options.overrides, lambda note: print(note, file=sys.stderr))
     ds_config = find_ds_config(options.ds_config)
     get_phases().enter_phase("counting")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the process that counts ends with this one
+    # SIGTERM interrupts as Ctrl-C does, and so ends the process that counts. The thread of `stops` would send it again.
+    get_stops().defer_to_main_thread(None)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     asked = make_case(
         run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency
     )
