@@ -277,7 +277,7 @@ MISTAKES = [
     (
         "texts never dropped",
         "dstrain/systems/dit/conditions.py",
-        'return self._fill_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})',
+        'return self._replace_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})',
         "return {}",
         f"{TEXTS}::test_texts_are_dropped_by_key",
     ),
@@ -291,7 +291,7 @@ MISTAKES = [
     (
         "padding of texts read",
         "dstrain/systems/dit/trunk.py",
-        "_crop_mask(mask, x, keep) if number > self.joins else None",
+        "_crop_mask_to_tokens(mask, x, keep) if number > self.joins else None",
         "None",
         f"{TEXTS}::test_padding_changes_nothing",
     ),
@@ -326,7 +326,7 @@ MISTAKES = [
     (
         "scale and shift of SD3's last layers swapped",
         "dstrain/systems/dit/layouts.py",
-        "    _swap_halves(translated, layout, depth)",
+        "    _swap_scale_and_shift(translated, layout, depth)",
         "    pass",
         f"{SD3}::test_golden_network[folder]",
     ),
@@ -375,8 +375,8 @@ MISTAKES = [
     (
         "the null text from its unmapped state",
         "dstrain/systems/dit/system.py",
-        "weights.project_states(states, values)",
-        "weights.project_states(0 * states, values)",
+        "weights.project_text_states_by_weights(states, values)",
+        "weights.project_text_states_by_weights(0 * states, values)",
         f"{PIXART}::test_null_text_is_the_encoders_empty_text",
     ),
     (
@@ -396,7 +396,7 @@ MISTAKES = [
     (
         "routing at evaluation",
         "dstrain/systems/dit/system.py",
-        "if learns and self.config.routing:",
+        "if training and self.config.routing:",
         "if self.config.routing:",
         f"{ALIGN}::test_held_out_losses_are_those_of_the_flow",
     ),

@@ -213,12 +213,12 @@ def _export_adapters(
     state, into_pipeline = read_weights(checkpoint, part, kind), False
     if options.format == "diffusers-lora":
         writer = _import_writer(run, system)
-        if not hasattr(writer, "rename_adapters"):
+        if not hasattr(writer, "rename_adapters_to_diffusers"):
             raise ConfigError(
                 f"--format diffusers-lora: not of {run.system}; take --format peft, whose names are our network's, or "
                 "--format diffusers, which merges the adapters"
             )
-        state, into_pipeline = writer.rename_adapters(system, state)
+        state, into_pipeline = writer.rename_adapters_to_diffusers(system, state)
     adapters, described = convert_adapters_to_peft(state, lora, str(run.init_from))
     save_file(adapters, out / "adapter_model.safetensors", metadata={"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
@@ -283,7 +283,7 @@ def _export_to_diffusers(
     writer.save_export(system, nets, out, get_statistics, lambda: _read_class_names(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
     with _compute_in_float32():
-        errors = writer.measure_errors(system, nets, out, system.encode(synthetic))
+        errors = writer.measure_export_errors(system, nets, out, system.encode(synthetic))
     name, note, _ = writer.describe_export(system)
     return Exported(name, errors, scale, note)
 

@@ -30,17 +30,17 @@ def list_system_names() -> list[str]:
     """
     root = Path(__file__).parent
     own = [".".join(path.parent.relative_to(root).parts) for path in root.rglob("system.py")]
-    return sorted({*own, *_list_entry_points()})
+    return sorted({*own, *_get_entry_points_by_name()})
 
 
-def list_systems_learning_from(kind: str) -> list[str]:
+def list_systems_learning_from(data_kind: str) -> list[str]:
     """Returns the names of dstrain's own systems that can learn from a kind of data, such as "images" (see
     types.Kind).
     """
     return [
         name
         for name in list_system_names()
-        if name not in _list_entry_points() and kind in find_config_class(name).learns_from
+        if name not in _get_entry_points_by_name() and data_kind in find_config_class(name).learns_from
     ]
 
 
@@ -77,7 +77,7 @@ def find_config_class(name: str) -> type[SystemConfig]:
     return import_package(name).Config
 
 
-def _list_entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+def _get_entry_points_by_name() -> dict[str, importlib.metadata.EntryPoint]:
     """Returns the entry points by which installed packages register systems, by the system's name."""
     return {point.name: point for point in importlib.metadata.entry_points(group=_GROUP)}
 
@@ -94,7 +94,7 @@ def import_package(name: str) -> ModuleType:
         raise ConfigError(f"system: {name[:200]!r} is no name of a package: write letters, digits and dots")
     if (Path(__file__).parent.joinpath(*name.split(".")) / "system.py").is_file():
         return importlib.import_module(f"{__name__}.{name}")
-    if (point := _list_entry_points().get(name)) is not None:
+    if (point := _get_entry_points_by_name().get(name)) is not None:
         try:
             module = point.load()
         except Exception as error:

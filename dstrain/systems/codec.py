@@ -66,7 +66,7 @@ class Codec(Frozen):
         first stage.
         """
         folder = Path(path)
-        _require_export(folder, key)
+        _require_export_folder(folder, key)
         try:
             run = recipe.load_recipe(folder / "recipe.yaml")
             system = systems.build(run.system, run.model)
@@ -99,7 +99,7 @@ class Codec(Frozen):
         Raises ConfigError if the first stage does not take this shape or number of frames, or takes images and gets
         videos.
         """
-        self.require_shape(tuple(pixels.shape[-3:]))
+        self.require_image_shape(tuple(pixels.shape[-3:]))
         if pixels.ndim == 5 and not self.of_videos:
             raise ConfigError(
                 f"{self.key}: the first stage at {self.path} encodes images, and the data give videos; "
@@ -143,7 +143,7 @@ class Codec(Frozen):
                 )
         return self._system.decode(self._nets, codes)
 
-    def require_shape(self, shape: tuple[int, ...]) -> None:
+    def require_image_shape(self, shape: tuple[int, ...]) -> None:
         """Raises ConfigError if `shape`, (channels, height, width) of images or frames, is not that of this first
         stage.
         """
@@ -166,7 +166,7 @@ def require_first_stage(system: System, run: Run, path: str | Path, key: str) ->
         )
 
 
-def _require_export(folder: Path, key: str) -> None:
+def _require_export_folder(folder: Path, key: str) -> None:
     """Raises ConfigError if the folder does not exist or is no export, which holds a recipe.yaml. `key` is the option
     or recipe key that gives the folder, for the message.
     """

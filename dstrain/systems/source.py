@@ -10,18 +10,18 @@ from collections.abc import Mapping
 _PACKAGE = "dstrain."
 
 
-def gather_source(root: type, replaced: Mapping[str, str]) -> str:
+def gather_class_source(root: type, replacements: Mapping[str, str]) -> str:
     """Returns Python source that defines the class `root` without importing dstrain: import lines, then all classes,
     functions and constants of dstrain that the class uses, then the class itself.
 
-    replaced  {name of a module of dstrain: source that is written in place of its definitions}.
+    replacements  {name of a module of dstrain: source that is written in place of its definitions}.
     """
-    gathered = _Gatherer(replaced)
-    gathered.add_name(root.__module__, root.__name__)
+    gathered = _SourceGatherer(replacements)
+    gathered.add_import_or_definition(root.__module__, root.__name__)
     return "\n\n".join(("\n".join(sorted(gathered.imports)), *gathered.definitions)) + "\n"
 
 
-class _Gatherer:
+class _SourceGatherer:
     """Collects the lines of imports (`imports`) and the sources of definitions (`definitions`). Each definition comes
     after those that it uses.
     """
@@ -33,14 +33,14 @@ class _Gatherer:
         self._owners: dict[str, str] = {}  # the modules of what was added, by its name
         self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
 
-    def add_name(self, module: str, name: str) -> None:
+    def add_import_or_definition(self, module: str, name: str) -> None:
         """Adds the import line or the definition of `name` in a module; before a definition, all that it uses. Adds
         nothing if the name was added before, or if the module does not define it (builtins, local variables).
         """
         source, statements = self._read_module(module)
         statement = statements.get(name)
         if isinstance(statement, ast.ImportFrom) and str(statement.module).startswith(_PACKAGE):
-            self._add_dstrain_definition(str(statement.module), name)
+            self._add_definition_or_replacement(str(statement.module), name)
         elif isinstance(statement, ast.Import | ast.ImportFrom):
             entry = next(entry for entry in statement.names if name in (entry.asname, entry.name))
             alone = ast.Import([entry]) if isinstance(statement, ast.Import) else None
@@ -48,13 +48,13 @@ class _Gatherer:
         elif statement is not None and self._mark_added_if_new(module, name):
             for node in ast.walk(statement):
                 if isinstance(node, ast.Name) and node.id != name:
-                    self.add_name(module, node.id)
+                    self.add_import_or_definition(module, node.id)
             self.definitions.append(_extract_statement_source(source, statement))
 
-    def _add_dstrain_definition(self, module: str, name: str) -> None:
+    def _add_definition_or_replacement(self, module: str, name: str) -> None:
         """Adds the definition of `name` from a module of dstrain, or, once, the source that replaces this module."""
         if module not in self.replaced:
-            self.add_name(module, name)
+            self.add_import_or_definition(module, name)
         elif self._mark_added_if_new(module, module):
             self.definitions.append(self.replaced[module])
 

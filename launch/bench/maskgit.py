@@ -86,7 +86,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     states = rng.normal(key, "states", (options.tokens, options.dim)).flatten(0, 1).requires_grad_()
     targets = rng.integers(key, "tokens", options.codebook, (options.tokens,)).flatten()
     real = torch.ones(options.batch, options.tokens, dtype=torch.bool, device=device)
-    masked = masking.draw_mask(rng.uniform(key, "u"), rng.uniform(key, "mask", (options.tokens,)), real).flatten()
+    masked = masking.choose_masked_tokens(
+        rng.uniform(key, "u"), rng.uniform(key, "mask", (options.tokens,)), real
+    ).flatten()
     seconds, before = [], resident(device)
     for _ in range(options.rounds):
         head.zero_grad()

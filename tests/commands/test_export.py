@@ -69,7 +69,7 @@ def test_the_folder_is_the_network(tmp_path, trained):
     assert (read.scaling_factor, read.vae.config.sample_size, read.image_channels, read.factor) == (0.75, 16, 1, 2)
     assert read.fingerprint() == hash_network(*system.identity(nets))
     example = system.encode(system.synthetic(4))
-    errors = to_diffusers.measure_errors(system, nets, tmp_path / "out", example)
+    errors = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", example)
     assert errors.keys() == {"mean", "std", "decoded"} and max(errors.values()) < 1e-6
     latents = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(read.decode(latents), nets["autoencoder"].decode(latents / 0.75).detach())
@@ -85,7 +85,7 @@ def test_other_weights_are_found(tmp_path, trained):
     weights[name] = torch.nextafter(weights[name], torch.tensor(9.0))
     save_file(weights, path, {"format": "pt"})
     with pytest.raises(ValueError, match="was read back as the first stage"):
-        to_diffusers.measure_errors(system, nets, tmp_path / "out", system.encode(system.synthetic(2)))
+        to_diffusers.measure_export_errors(system, nets, tmp_path / "out", system.encode(system.synthetic(2)))
 
 
 def test_statistics(tmp_path, trained):

@@ -133,7 +133,7 @@ def compare(folder: Path) -> None:
 
 
 def main(folder: Path) -> None:
-    check_systems.kl.list_block_classes()  # once, for all the forks, as what follows
+    check_systems.kl.get_block_classes()  # once, for all the forks, as what follows
     preload()
     for stage in range(4):
         zero = {"stage": stage}

@@ -439,7 +439,7 @@ def main(folder: Path, plan: Plan) -> None:
     prepare_environment()
     import deepspeed.checkpoint.ds_to_universal  # noqa: F401  once, for all the forks
 
-    kl.list_block_classes()
+    kl.get_block_classes()
     preload()
     for stage in range(4):
         zero = {"stage": stage}

@@ -323,7 +323,7 @@ def test_waits_are_counted():
             partial(torch.cuda.Event.synchronize, None),
             late.read,
             late.read,
-            pending.wait_for_indices,
+            pending.wait_for_masked_indices,
         ):
             with contextlib.suppress(Exception):  # counted first; then it fails without a GPU or a stream
                 wait()

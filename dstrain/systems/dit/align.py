@@ -20,7 +20,7 @@ from dstrain.encoders.precision import Precision, use_precision
 from dstrain.nn.fitting import Shapes
 from dstrain.recipe import MAY_CHANGE, ConfigError, Section, mark_filled_in
 from dstrain.systems.base import Example
-from dstrain.systems.dit.trunk import take_tokens
+from dstrain.systems.dit.trunk import gather_kept_tokens
 
 KINDS = ("dinov2", "dinov3")  # of encoders
 _WEIGHTS = {"layersync": 0.2, "repa": 0.5}  # the papers'
@@ -70,7 +70,7 @@ class Align(Section):
         return self
 
     @classmethod
-    def completed(cls, section: dict[str, Any]) -> dict[str, Any]:
+    def fill_in_encoder(cls, section: dict[str, Any]) -> dict[str, Any]:
         """Returns the recipe's section `align` with two fields filled in: width and fingerprint of the vision encoder
         in the folder `path`. Returns the section unchanged if its kind is not repa, or if there is no such folder.
 
@@ -88,15 +88,15 @@ class Align(Section):
                 )
         return {**section, **facts}
 
-    def list_problems(self, latents: bool, channels: int) -> list[str]:
+    def list_data_conflicts(self, cached_latents: bool, channels: int) -> list[str]:
         """Returns the reasons why a model with this alignment cannot learn from the recipe's data; [] if it can.
 
-        latents   whether the data are cached latents.
-        channels  number of channels of the data's images.
+        cached_latents  whether the data are cached latents.
+        channels        number of channels of the data's images.
         """
         if self.kind != "repa":
             return []
-        if latents:
+        if cached_latents:
             return [
                 "model.align: the data are latents and hold no images, which the encoder sees; give images and "
                 "model.first_stage.path, which encodes them in every step, or write model.align.kind=layersync"
@@ -129,33 +129,33 @@ class Routing(Section):
 
 
 def require_valid_block_numbers(
-    align: Align | None, routed: tuple[int, int] | None, internal: int | None, depth: int
+    align: Align | None, routed_blocks: tuple[int, int] | None, second_head_block: int | None, depth: int
 ) -> None:
     """Raises ConfigError if alignment or routing names a block above `depth`, or if routing ends before it starts. Also
     raises it if the second head follows a routed block other than the last: some tokens are missing there. Blocks count
     from 1.
 
-    align     the alignment; None: there is none.
-    routed    the first and the last block that tokens may skip; None: no routing.
-    internal  the block that the second head follows; None: there is no such head.
-    depth     number of blocks.
+    align              the alignment; None: there is none.
+    routed_blocks      the first and the last block that tokens may skip; None: no routing.
+    second_head_block  the block that the second head follows; None: there is no such head.
+    depth              number of blocks.
     """
     if align:
         names = ("depth", "target") if align.kind == "layersync" else ("depth",)
         for name in names:
             if (block := getattr(align, name)) > depth:
                 raise ConfigError(f"align.{name}: {block} is above depth {depth}; name a block that there is")
-    if routed:
-        start, end = routed
+    if routed_blocks:
+        start, end = routed_blocks
         if not start <= end <= depth:
             raise ConfigError(
                 f"routing: blocks {start} to {end} are no part of the {depth} that there are; give start and end "
                 "from 1 to depth"
             )
-        if internal and start <= internal < end:
+        if second_head_block and start <= second_head_block < end:
             raise ConfigError(
-                f"routing: after block {internal} some tokens are elsewhere, and the second head of internal.depth "
-                "needs all; give routing.start above it, or another internal.depth"
+                f"routing: after block {second_head_block} some tokens are elsewhere, and the second head of "
+                "internal.depth needs all; give routing.start above it, or another internal.depth"
             )
 
 
@@ -178,7 +178,7 @@ class Alignment:
         return not self.section.until or step < self.section.until
 
     @property
-    def needs_extras(self) -> bool:
+    def needs_extra_outputs(self) -> bool:
         """Returns whether DiT.forward must be called with extras=True: always for kind=repa, otherwise only in steps
         that align tokens.
         """
@@ -193,26 +193,26 @@ class Alignment:
         return (self._load_encoder(),)
 
     def compute_loss(
-        self, found: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None
+        self, outputs: Mapping[str, Any], example: Example, grid: tuple[int, int], keep: Tensor | None
     ) -> Tensor:
         """Returns the alignment loss of each sample, float32 (B,): the mean square difference of tokens and targets, or
         minus their mean cosine. For kind=repa the loss is 0 in a step that does not align.
 
-        found  what DiT.forward returns with extras=True.
-        grid   rows and columns of the image's patches.
-        keep   int64 (B, M), the numbers of the tokens that go through the routed blocks; None: all.
+        outputs  what DiT.forward returns with extras=True.
+        grid     rows and columns of the image's patches.
+        keep     int64 (B, M), the numbers of the tokens that go through the routed blocks; None: all.
         """
         if self.section.kind == "layersync":
-            drawn, towards = found["drawn"], found["towards"]
+            drawn, towards = outputs["drawn"], outputs["towards"]
         else:
-            drawn = found["projected"][0]
+            drawn = outputs["projected"][0]
             if not self.active:
                 return 0 * drawn.float().mean((1, 2))  # The projectors' gradient is zero, and not absent.
             towards = self.read_or_compute_targets(example, grid)
         if drawn.shape[1] < towards.shape[1]:  # A tap among routed blocks sees some tokens alone.
-            towards = take_tokens(towards, keep)
+            towards = gather_kept_tokens(towards, keep)
         elif drawn.shape[1] > towards.shape[1]:
-            drawn = take_tokens(drawn, keep)
+            drawn = gather_kept_tokens(drawn, keep)
         drawn, towards = drawn.float(), towards.float()
         if self.section.loss == "mse":
             return (drawn - towards).square().mean((1, 2))
@@ -250,18 +250,18 @@ def require_encoder_or_features(section: Align, sample: Mapping[str, Any]) -> No
         raise ConfigError(f"{_KEY}: no encoder is named; give the local folder of one, such as DINOv2's")
 
 
-def warn_if_few_tokens(count: int) -> None:
-    """Prints a warning if `count`, the number of tokens of an image, is below 1,000: with fewer tokens routing saves
-    little time and makes pictures worse.
+def warn_if_few_tokens(num_tokens: int) -> None:
+    """Prints a warning if `num_tokens`, the number of tokens of an image, is below 1,000: with fewer tokens routing
+    saves little time and makes pictures worse.
     """
-    if count < _FEW:
+    if num_tokens < _FEW:
         get_phases().print_lines(
-            f"warning: model.routing: an image has {count:,} tokens, and routing pays from about {_FEW:,} on; "
+            f"warning: model.routing: an image has {num_tokens:,} tokens, and routing pays from about {_FEW:,} on; "
             "with fewer, pictures get worse: leave it out"
         )
 
 
-def adapt_projectors(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
+def adapt_projectors_in_place(state: dict[str, Tensor], shapes: Shapes) -> list[str]:
     """Makes a file's state dict fit the network in REPA's projectors, in place. Deletes them if the network has none.
     Adds initial values, equal on all ranks, if the network has them and the file does not. Returns notes for the user.
 

@@ -15,7 +15,7 @@ from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.recipe.shapes import Shape
 from dstrain.systems.base import Example, Request
-from dstrain.systems.beginnings import find_last_kept_frame, require_valid_frame_shares
+from dstrain.systems.beginnings import compute_last_kept_frame, require_valid_frame_shares
 from dstrain.systems.dit.conditions import Arguments, Condition
 
 PRIME = "prime"  # given frames in a request's conditions, uint8 (N, K, C, H, W)
@@ -44,15 +44,15 @@ class Video(Section):
         """Raises ConfigError if a number of frames does not divide into patches, if no frame is left to draw, or if
         `beginnings` are no valid shares. Returns the section unchanged, as pydantic asks.
         """
-        self.require_valid_frames("video.frames", self.frames)
+        self.require_valid_frame_count("video.frames", self.frames)
         if self.given:
-            self.require_valid_frames("video.given", self.given)
+            self.require_valid_frame_count("video.given", self.given)
         if self.given >= self.frames:
             raise ConfigError(f"video.given: {self.given} frames leave none of {self.frames} to draw; give fewer")
-        require_valid_frame_shares("video.beginnings", self.beginnings, self.count_patches(self.frames))
+        require_valid_frame_shares("video.beginnings", self.beginnings, self.count_temporal_patches(self.frames))
         return self
 
-    def count_patches(self, frames: int) -> int:
+    def count_temporal_patches(self, frames: int) -> int:
         """Returns the number of patches along time in a clip of `frames` frames. The first frame is a patch of
         its own.
         """
@@ -62,45 +62,47 @@ class Video(Section):
         """Returns how many frames of each clip are used in training step `step`, counted from the first. `beginnings`
         gives the shares of steps that use only the first frames; all other steps use whole clips.
         """
-        cut = find_last_kept_frame(self.beginnings, step)
+        cut = compute_last_kept_frame(self.beginnings, step)
         return self.frames if cut is None else 1 + cut * self.patch_frames
 
-    def require_valid_frames(self, name: str, frames: int) -> None:
+    def require_valid_frame_count(self, key: str, frames: int) -> None:
         """Raises ConfigError if a clip of `frames` frames does not divide into patches (1 + a multiple of
-        patch_frames), or is longer than the longest clip. name: the key or option that gives the number, for the
-        message.
+        patch_frames), or is longer than the longest clip. key: the recipe's key, or option, that gives the number, for
+        the message.
         """
         step = self.patch_frames
         if frames < 1 or (frames - 1) % step:
             below = 1 + max((frames - 1) // step, 0) * step
             raise ConfigError(
-                f"{name}: {frames} frames are no 1 + k x {step}, which patches of model.video.patch_frames={step} "
+                f"{key}: {frames} frames are no 1 + k x {step}, which patches of model.video.patch_frames={step} "
                 f"need; take {below} or {below + step}"
             )
         if frames > self.frames:
-            raise ConfigError(f"{name}: {frames} frames, and clips of this model have {self.frames} at most")
+            raise ConfigError(f"{key}: {frames} frames, and clips of this model have {self.frames} at most")
 
-    def require_compatible_choices(self, unit: int, aligned: bool, cached: bool, embedding_dim: int) -> None:
+    def require_clip_compatible_choices(
+        self, patch_side: int, aligned_to_encoder: bool, cached_latents: bool, embedding_dim: int
+    ) -> None:
         """Raises ConfigError if another choice of the model does not go with clips, or if patches do not divide the
         clips' height.
 
-        unit           side of a patch, in pixels of the clip.
-        aligned        whether align.kind=repa is set.
-        cached         whether the data are cached latents.
-        embedding_dim  width of the image embeddings that the model is conditioned on; 0: none.
+        patch_side          side of a patch, in pixels of the clip.
+        aligned_to_encoder  whether align.kind=repa is set.
+        cached_latents      whether the data are cached latents.
+        embedding_dim       width of the image embeddings that the model is conditioned on; 0: none.
         """
-        if self.height and self.height % unit:
-            raise ConfigError(f"video.height: {self.height} is no multiple of {unit}, patch_size x factor")
+        if self.height and self.height % patch_side:
+            raise ConfigError(f"video.height: {self.height} is no multiple of {patch_side}, patch_size x factor")
         for name, given, why in (
-            ("align.kind=repa", aligned, "it aligns tokens to those of images; take layersync"),
-            ("codes", cached, "cached latents are of images; give the clips themselves as data.path"),
+            ("align.kind=repa", aligned_to_encoder, "it aligns tokens to those of images; take layersync"),
+            ("codes", cached_latents, "cached latents are of images; give the clips themselves as data.path"),
             ("embedding_dim", embedding_dim, "image embeddings come with images alone; set it to 0"),
         ):
             if given:
                 raise ConfigError(f"video: {name} does not go with clips: {why}, or leave out model.video")
 
     @classmethod
-    def completed(cls, section: dict[str, Any], run: Run) -> dict[str, Any]:
+    def fill_in_clip_shape(cls, section: dict[str, Any], run: Run) -> dict[str, Any]:
         """Returns the recipe's section `video` with `frames` and `height` filled in from the data, where the section
         leaves them out and the data give them.
         """
@@ -108,7 +110,7 @@ class Video(Section):
         return {name: value for name, value in of_data.items() if value is not None} | section
 
 
-def list_clip_problems(video: Video | None, run: Run, image_size: int) -> list[str]:
+def list_clip_conflicts(video: Video | None, run: Run, image_size: int) -> list[str]:
     """Returns the reasons, one message each, why the model cannot learn from the recipe's data; [] if it can. A model
     of clips needs clips with its own number of frames and height. A model of images (`video` is None) needs data
     without frames. image_size: width of the model's clips; also their height if video.height is None.
@@ -145,7 +147,7 @@ class Given(Condition):
     def __init__(self, video: Video, get_input_shape: Callable[[Shape | None, int | None], tuple[int, ...]]) -> None:
         self.video, self.get_input_shape = video, get_input_shape
 
-    def read_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> Arguments:
         """Returns {"given": (B, C + 1, T, H, W)}: x_start with zeros in all frames but the given ones, and a last
         channel that is 1 in the given frames.
 
@@ -153,14 +155,14 @@ class Given(Condition):
         patch_frames, ... or `given` first frames, but never the whole clip. The other clips get none.
         """
         x_start, key, step = example["x_start"], example["key"], self.video.patch_frames
-        choices = self.video.count_patches(min(self.video.given, x_start.shape[2] - step))
+        choices = self.video.count_temporal_patches(min(self.video.given, x_start.shape[2] - step))
         if choices < 1:  # an image, or a clip that a step has cut to one
-            return {"given": _mask_and_mark_given(x_start, torch.zeros_like(key))}
+            return {"given": _keep_first_frames_and_mark(x_start, torch.zeros_like(key))}
         count = 1 + step * rng.integers(key, "given", choices)
         share = rng.uniform(key, "given_share")
-        return {"given": _mask_and_mark_given(x_start, torch.where(share < self.video.given_share, count, 0))}
+        return {"given": _keep_first_frames_and_mark(x_start, torch.where(share < self.video.given_share, count, 0))}
 
-    def read_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> Arguments:
         """Returns {"given": (N, C + 1, T, H, W)} as DiTSystem.sample has put it into the request; zeros, which mean
         that no frame is given, if the request has none.
         """
@@ -169,14 +171,14 @@ class Given(Condition):
         channels, *sides = self.get_input_shape(request.size, request.num_frames)
         return {"given": torch.zeros(len(request.seeds), channels + 1, *sides, device=request.seeds.device)}
 
-    def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
+    def make_conditions_from_images(self, images: Tensor) -> dict[str, Tensor]:
         """Returns {"prime": uint8 (N, K, C, H, W)}, the first frames of the clips to draw. images: first frames of that
         shape, or pictures (N, C, H, W), which are one frame each. Raises ConfigError for more frames than `given`, or
         if they do not divide into patches.
         """
         clips = images if images.ndim == 5 else images[:, None]
         count = clips.shape[1]
-        self.video.require_valid_frames(PRIME, count)
+        self.video.require_valid_frame_count(PRIME, count)
         if count > self.video.given:
             raise ConfigError(
                 f"{PRIME}: {count} frames are given, and the model learned from {self.video.given} at most "
@@ -184,11 +186,11 @@ class Given(Condition):
             )
         return {PRIME: clips}
 
-    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
-        """Returns {}, since `read_example` takes the given frames from the batch's own clips."""
+    def draw_synthetic_tensors(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        """Returns {}, since `make_arguments_from_example` takes the given frames from the batch's own clips."""
         return {}
 
-    def extend_to_clips(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def pad_given_to_clips(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Turns first frames (N, C, K, H, W) into the network's input `given`, (N, C + 1, T, H, W): zeros follow the K
         frames, and a last channel is 1 in the K frames. shape: (C, T, H, W) of a clip. Raises ConfigError unless K < T,
         and if height or width differ.
@@ -201,10 +203,10 @@ class Given(Condition):
                 "frames, of the clip's size"
             )
         clips[:, :, : given.shape[2]] = given
-        return _mask_and_mark_given(clips, torch.full((len(given),), given.shape[2], device=given.device))
+        return _keep_first_frames_and_mark(clips, torch.full((len(given),), given.shape[2], device=given.device))
 
 
-def _mask_and_mark_given(clips: Tensor, count: Tensor) -> Tensor:
+def _keep_first_frames_and_mark(clips: Tensor, count: Tensor) -> Tensor:
     """Turns clips (B, C, T, H, W) into the network's input `given`, (B, C + 1, T, H, W): sets all frames after the
     first `count`, int64 (B,), to zero, and adds a last channel that is 1 in the first `count` frames.
     """

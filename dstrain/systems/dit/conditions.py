@@ -212,14 +212,14 @@ class TextTokens(nn.Module):
         if text.ndim == 2:
             tokens = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
         else:
-            tokens = self.project(text)
+            tokens = self.project_text_states(text)
         if self.null is None:
             return tokens, None if mask is None else mask.bool()
         read = torch.ones_like(tokens[..., 0], dtype=torch.bool) if mask is None else mask.bool()
         null = self.null(torch.zeros_like(read[:, :1], dtype=torch.int64))  # (B, 1, D)
         return torch.cat((null, tokens), dim=1), torch.cat((~read.any(1, keepdim=True), read), dim=1)
 
-    def project(self, states: Tensor) -> Tensor:
+    def project_text_states(self, states: Tensor) -> Tensor:
         """Maps a text encoder's states to the network's width: (..., E) -> (..., D)."""
         if hasattr(self, "fc1"):
             return self.fc2(F.gelu(self.fc1(states.to(self.fc1.weight.dtype)), approximate="tanh"))
@@ -235,47 +235,47 @@ class Condition:
     name: ClassVar[str]
     argument: ClassVar[str]
 
-    def require_valid(self, batch: Mapping[str, Tensor]) -> None:
+    def require_valid_tensors(self, batch: Mapping[str, Tensor]) -> None:
         """Raises ConfigError if `batch`, tensors of a batch or of a request, lacks this condition or holds it with a
         wrong shape. By default checks nothing.
         """
 
-    def prepare_example(self, batch: Batch) -> Example:
+    def make_example_tensors(self, batch: Batch) -> Example:
         """Returns the tensors, by name, that this condition adds to the example made from a batch, such as texts
         encoded now. {} by default.
         """
         return {}
 
-    def read_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> Arguments:
         """Returns the network's keyword arguments for this condition, (B, ...) each, from an example. Conditions that
         data may lack raise ConfigError if the example lacks them.
         """
         return {self.argument: example[self.name]}
 
-    def read_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> Arguments:
         """Returns the network's keyword arguments for this condition, (N, ...) each, from a request for N samples."""
         return {self.argument: request.conditions[self.name]}
 
-    def make_null(self, arguments: Arguments) -> Arguments:
+    def make_null_arguments(self, arguments: Arguments) -> Arguments:
         """Returns keyword arguments that mean "no condition", such as the label for none, with the shapes of
         `arguments`. By default returns {}, which means that the condition is never dropped.
         """
         return {}
 
-    def read_negative(self, request: Request, arguments: Arguments) -> Arguments:
+    def make_negative_arguments(self, request: Request, arguments: Arguments) -> Arguments:
         """Returns the keyword arguments for the prediction that guidance leads samples away from. For texts they are
-        those of the request's negative prompt, if there is one. By default returns what `make_null` does.
+        those of the request's negative prompt, if there is one. By default returns what `make_null_arguments` does.
         """
-        return self.make_null(arguments)
+        return self.make_null_arguments(arguments)
 
-    def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
+    def make_conditions_from_images(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the conditions of a request, by name, for samples that begin from `images`: pictures, clips or
         embeddings. By default returns {}: this condition is not made from images. Other conditions raise ConfigError if
         the images do not fit.
         """
         return {}
 
-    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic_tensors(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         """Returns random tensors of this condition, by name, for a synthetic batch of images of `size` = (width,
         height) pixels. key int64 (B,): the samples' seeds, from which the values are drawn.
         """
@@ -290,7 +290,7 @@ class Label(Condition):
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
 
-    def read_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> Arguments:
         """Returns {"y": int64 (B,)}, the example's labels; zeros if it has none and there is only one class. Raises
         ConfigError if it has none and there are several.
         """
@@ -303,14 +303,14 @@ class Label(Condition):
             "set num_classes to 1 for an unconditional model"
         )
 
-    def read_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> Arguments:
         """Returns {"y": int64 (N,)}, the request's labels; if it has none, each sample's seed modulo num_classes."""
         return {"y": request.conditions.get("label", request.seeds % self.num_classes)}
 
-    def make_null(self, arguments: Arguments) -> Arguments:
+    def make_null_arguments(self, arguments: Arguments) -> Arguments:
         return {"y": torch.full_like(arguments["y"], self.num_classes)}
 
-    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic_tensors(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {"label": rng.integers(key, "label", self.num_classes)}
 
 
@@ -324,18 +324,18 @@ class Sizes(Condition):
     def __init__(self, image_size: int) -> None:
         self.image_size = image_size
 
-    def read_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> Arguments:
         if "size" not in example:
             raise ConfigError("size_conditions: the data say no sizes; write data.size_conditions=false")
         return {"size": example["size"]}
 
-    def read_request(self, request: Request) -> Arguments:
-        return {"size": self._make_uncut_sizes(request.size or (self.image_size, self.image_size), request.seeds)}
+    def make_arguments_from_request(self, request: Request) -> Arguments:
+        return {"size": self._make_uncropped_sizes(request.size or (self.image_size, self.image_size), request.seeds)}
 
-    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
-        return {"size": self._make_uncut_sizes(size, key)}
+    def draw_synthetic_tensors(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+        return {"size": self._make_uncropped_sizes(size, key)}
 
-    def _make_uncut_sizes(self, size: Shape, like: Tensor) -> Tensor:
+    def _make_uncropped_sizes(self, size: Shape, like: Tensor) -> Tensor:
         """Returns the size condition of images that were not cropped: int64 (B, 6), B = len(like), on the device of
         `like`. size: (width, height) of all images in pixels.
         """
@@ -351,7 +351,7 @@ class ImageEmbedding(Condition):
     def __init__(self, width: int) -> None:
         self.width = width
 
-    def require_valid(self, batch: Mapping[str, Tensor]) -> None:
+    def require_valid_tensors(self, batch: Mapping[str, Tensor]) -> None:
         """Raises ConfigError if the batch has no image_embed, or one of another width."""
         actual = batch["image_embed"].shape[1] if "image_embed" in batch else 0
         if not actual:
@@ -366,17 +366,17 @@ class ImageEmbedding(Condition):
                 f"or train with model.embedding_dim={actual}"
             )
 
-    def make_null(self, arguments: Arguments) -> Arguments:
+    def make_null_arguments(self, arguments: Arguments) -> Arguments:
         return {"embed": torch.zeros_like(arguments["embed"])}
 
-    def make_start_conditions(self, images: Tensor) -> dict[str, Tensor]:
+    def make_conditions_from_images(self, images: Tensor) -> dict[str, Tensor]:
         if images.ndim != 2:
             raise ConfigError("image_embed: this model begins from image embeddings, not from pictures")
         conditions = {"image_embed": images.float()}
-        self.require_valid(conditions)
+        self.require_valid_tensors(conditions)
         return conditions
 
-    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic_tensors(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return {"image_embed": rng.normal(key, "image_embed", (self.width,))}
 
 
@@ -390,11 +390,11 @@ class Text(Condition):
     def __init__(self, reader: Reader) -> None:
         self.reader = reader
 
-    def prepare_example(self, batch: Batch) -> Example:
+    def make_example_tensors(self, batch: Batch) -> Example:
         """Returns the texts of a batch, encoded if it holds captions: {"text": ids (B, L) or encodings (B, L, E),
         "text_mask": bool (B, L)}. Raises ConfigError if a text has no token and the model no null text.
         """
-        example = self._fill_empty_texts(_make_text_arguments(self.reader.make_batch_inputs(batch)))
+        example = self._replace_empty_texts(_make_text_arguments(self.reader.make_batch_inputs(batch)))
         # A model without a null text waits for the device here; others have something to read in any case.
         if not self.reader.config.has_null and not example["text"].is_meta and not example["mask"].any(1).all():
             raise ConfigError(
@@ -403,31 +403,31 @@ class Text(Condition):
             )
         return {"text": example["text"], "text_mask": example["mask"]}
 
-    def read_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> Arguments:
         return {"text": example["text"], "mask": example["text_mask"]}
 
-    def read_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> Arguments:
         inputs = select_text_inputs(request.conditions) or self.reader.make_null_inputs(len(request.seeds))
-        arguments = self._fill_empty_texts(
+        arguments = self._replace_empty_texts(
             _make_text_arguments(self.reader.make_batch_inputs({**inputs, "key": request.seeds}))
         )
         return {name: value.to(request.seeds.device) for name, value in arguments.items()}
 
-    def make_null(self, arguments: Arguments) -> Arguments:
-        return self._fill_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})
+    def make_null_arguments(self, arguments: Arguments) -> Arguments:
+        return self._replace_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})
 
-    def read_negative(self, request: Request, arguments: Arguments) -> Arguments:
+    def make_negative_arguments(self, request: Request, arguments: Arguments) -> Arguments:
         """Returns the network's arguments for the negative prompts of a request, held there in tensors whose names
         begin with `negative_`. Returns those of the null text if the request has no such tensors.
         """
         inputs = {name: value for name, value in request.conditions.items() if name.startswith(NEGATIVE)}
         if not inputs:
-            return self.make_null(arguments)
+            return self.make_null_arguments(arguments)
         negative = _make_text_arguments({name.removeprefix(NEGATIVE): value for name, value in inputs.items()})
-        negative = self._fill_empty_texts(negative)
+        negative = self._replace_empty_texts(negative)
         return {name: value.to(arguments[name].device) for name, value in negative.items()}
 
-    def _fill_empty_texts(self, arguments: Arguments) -> Arguments:
+    def _replace_empty_texts(self, arguments: Arguments) -> Arguments:
         """Returns the arguments with each text of which no token is read replaced by the encoder's empty text. Returns
         the arguments unchanged if the null text is a learned token, or if the network has none.
         """
@@ -442,7 +442,7 @@ class Text(Condition):
             "mask": torch.where(read, mask, empty["mask"]),
         }
 
-    def draw_synthetic(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
+    def draw_synthetic_tensors(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
         return draw_synthetic_texts(self.reader.config, key)
 
 

@@ -19,7 +19,7 @@ from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.shapes import require_multiples
 from dstrain.systems.base import list_indivisible_counts
 from dstrain.systems.dit.align import Align, require_valid_block_numbers
-from dstrain.systems.dit.clips import Given, Video, list_clip_problems
+from dstrain.systems.dit.clips import Given, Video, list_clip_conflicts
 from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes, Text
 from dstrain.systems.dit.fields import Fields
 from dstrain.systems.dit.first_stage import FirstStage, Latents
@@ -62,28 +62,28 @@ class Config(Fields):
         require_multiples(self.sizes, unit, "patch_size x factor")
         if self.codes is not None:
             factor = self.first_stage.factor if self.first_stage else 1
-            self.codes.require_input_shape(self.in_channels, self.image_size, self.input_size, factor, patch)
+            self.codes.require_latents_match_input(self.in_channels, self.image_size, self.input_size, factor, patch)
         if shape["hidden_size"] % shape["num_heads"]:
             raise ConfigError("hidden_size must be a multiple of num_heads")
         if shape["hidden_size"] % 4:
             raise ConfigError("hidden_size must be a multiple of 4, which 2-D positions need")
-        self._require_consistent_choices(shape)
+        self._require_consistent_network_choices(shape)
         if self.video:
             aligned = self.align is not None and self.align.kind == "repa"
-            self.video.require_compatible_choices(unit, aligned, self.codes is not None, self.embedding_dim)
+            self.video.require_clip_compatible_choices(unit, aligned, self.codes is not None, self.embedding_dim)
         self.latents.require_channel_moments(self.in_channels)
         if self.guidance_channels is not None and self.guidance_channels > self.in_channels:
             raise ConfigError(f"guidance_channels {self.guidance_channels} exceeds in_channels {self.in_channels}")
         return self
 
-    def _require_consistent_choices(self, shape: dict[str, int]) -> None:
+    def _require_consistent_network_choices(self, network_shape: dict[str, int]) -> None:
         """Raises ConfigError if the choices of blocks, condition tokens, heads and alignment do not fit each other.
-        shape: what get_network_shape returns.
+        network_shape: what get_network_shape returns.
         """
         if not self.sines and not self.block.rope:
             raise ConfigError("sines: without them and without block.rope no patch has a place; set block.rope=true")
         self._require_consistent_texts()
-        self._require_valid_joint_blocks(shape)
+        self._require_valid_joint_blocks(network_shape)
         is_read = self.tokens.label or self.num_classes == 1 or self.reads_texts
         if self.block.modulation == "none" and not (self.tokens.time and is_read):
             raise ConfigError(
@@ -92,17 +92,19 @@ class Config(Fields):
             )
         if self.block.modulation == "none" and (self.size_conditions or self.embedding_dim):
             raise ConfigError("block.modulation: none reads no sizes and no image embeddings; set modulation=own")
-        if self.size_embedding == "pixart" and shape["hidden_size"] % 3:
+        if self.size_embedding == "pixart" and network_shape["hidden_size"] % 3:
             raise ConfigError(
                 f"size_embedding: pixart gives three numbers a third of hidden_size each, which is "
-                f"{shape['hidden_size']}; take a multiple of 3, or size_embedding=sdxl"
+                f"{network_shape['hidden_size']}; take a multiple of 3, or size_embedding=sdxl"
             )
         if self.flow.cosine and self.in_channels == 1:
             raise ConfigError("flow.cosine: over one channel a cosine is a sign; leave it at 0")
-        if self.tokens.joins >= shape["depth"]:
-            raise ConfigError(f"tokens.joins: {self.tokens.joins} is not below depth {shape['depth']}; give a block")
+        if self.tokens.joins >= network_shape["depth"]:
+            raise ConfigError(
+                f"tokens.joins: {self.tokens.joins} is not below depth {network_shape['depth']}; give a block"
+            )
         for name, width, heads in (
-            ("hidden_size", shape["hidden_size"], shape["num_heads"]),
+            ("hidden_size", network_shape["hidden_size"], network_shape["num_heads"]),
             *([("wide.hidden_size", self.wide.hidden_size, self.wide.num_heads)] if self.wide else []),
         ):
             if self.block.rope and width // heads % 4:
@@ -111,23 +113,23 @@ class Config(Fields):
                 raise ConfigError(f"{name}: a head has {width // heads} values; block.rope over three axes needs 8")
             if width % heads:
                 raise ConfigError(f"{name}: {width} must be a multiple of its {heads} heads")
-        if self.internal and self.internal.depth >= shape["depth"]:
-            raise ConfigError(f"internal.depth: {self.internal.depth} is not below depth {shape['depth']}")
+        if self.internal and self.internal.depth >= network_shape["depth"]:
+            raise ConfigError(f"internal.depth: {self.internal.depth} is not below depth {network_shape['depth']}")
         require_valid_block_numbers(
             self.align,
-            self.routing and self.get_routed_blocks(),
+            self.routing and self.get_routed_block_range(),
             self.internal and self.internal.depth,
-            shape["depth"],
+            network_shape["depth"],
         )
         if self.internal and self.objective != "flow":
             raise ConfigError("internal: a second head is trained for flows alone; set objective=flow, or leave it out")
 
-    def _require_valid_joint_blocks(self, shape: dict[str, int]) -> None:
+    def _require_valid_joint_blocks(self, network_shape: dict[str, int]) -> None:
         """Raises ConfigError if joint blocks do not go with the other choices, or if an image of one of the model's
-        sizes has more patches along a side than sines_within allows. shape: what get_network_shape returns.
+        sizes has more patches along a side than sines_within allows. network_shape: what get_network_shape returns.
         """
         block = self.block
-        if block.dual > (shape["depth"] if block.joint else 0):
+        if block.dual > (network_shape["depth"] if block.joint else 0):
             raise ConfigError(f"block.dual: there are no {block.dual} joint blocks; set block.joint, and depth")
         plain = type(block)(joint=block.joint, dual=block.dual, qk_norm=block.qk_norm)
         if block.joint and (not self.reads_texts or self.cross_attention or self.tokens.joins):
@@ -142,7 +144,7 @@ class Config(Fields):
             )
         if self.sines_within and self.interpolation_scale != 1:
             raise ConfigError("interpolation_scale: sines_within gives the range of places itself; leave it at 1")
-        patch = shape["patch_size"]
+        patch = network_shape["patch_size"]
         for size in (None, *(self.sizes or ())) if self.sines_within else ():
             if (longest := max(self.get_input_shape(size)[-2:]) // patch) > self.sines_within[0]:
                 raise ConfigError(
@@ -217,11 +219,11 @@ class Config(Fields):
             if isinstance(first_stage, dict):
                 first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}
         if isinstance(model.get("latents"), dict):
-            model = {**model, "latents": Latents.completed(model["latents"], index, stage)}
+            model = {**model, "latents": Latents.fill_in_channel_moments(model["latents"], index, stage)}
         if isinstance(model.get("align"), dict):
-            model = {**model, "align": Align.completed(model["align"])}
+            model = {**model, "align": Align.fill_in_encoder(model["align"])}
         if isinstance(model.get("video"), dict):
-            model = {**model, "video": Video.completed(model["video"], run)}
+            model = {**model, "video": Video.fill_in_clip_shape(model["video"], run)}
         # The section's own codes are replaced: they may be those of another cache.
         replaced = {
             "sizes": None if run.data.durations else run.data.buckets,
@@ -255,7 +257,7 @@ class Config(Fields):
 
     def conflicts(self, run: Run) -> list[str]:
         problems, samples = self.unequal(run, image_size="image_size"), run.samples
-        problems += list_clip_problems(self.video, run, self.image_size) + list_lora_conflicts(self.lora, run)
+        problems += list_clip_conflicts(self.video, run, self.image_size) + list_lora_conflicts(self.lora, run)
         if self.objective == "flow":
             problems += self.flow.list_strata_conflicts(run.batch.global_)
         elif samples.num_steps > self.diffusion.num_steps:
@@ -295,7 +297,7 @@ class Config(Fields):
                 None, [find_precision_problem(self.first_stage.precision, "model.first_stage.precision")]
             )
         if self.align is not None:
-            problems += self.align.list_problems(self.codes is not None, run.data.channels)
+            problems += self.align.list_data_conflicts(self.codes is not None, run.data.channels)
             problems += filter(None, [find_precision_problem(self.align.precision, "model.align.precision")])
         return problems
 
@@ -369,16 +371,16 @@ class Config(Fields):
             "text": self.make_text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
             "base_depth": self.internal.depth if self.internal else 0,
             "align": self.align.make_network_arguments() if self.align else None,
-            "routed": self.get_routed_blocks(),
+            "routed": self.get_routed_block_range(),
             "patch_frames": self.video.patch_frames if self.video else 0,
             "given": bool(self.video and self.video.given),
         }
 
-    def list_conditions(self, texts: Reader) -> tuple[Condition, ...]:
+    def make_conditions(self, text_reader: Reader) -> tuple[Condition, ...]:
         """Returns the conditions that the network reads, in this order: text or label, image embedding, sizes, given
-        frames. texts: the reader that turns texts into inputs of the network.
+        frames. text_reader: the reader that turns texts into inputs of the network.
         """
-        conditions: list[Condition] = [Text(texts) if self.reads_texts else Label(self.num_classes)]
+        conditions: list[Condition] = [Text(text_reader) if self.reads_texts else Label(self.num_classes)]
         if self.embedding_dim:
             conditions.append(ImageEmbedding(self.embedding_dim))
         if self.size_conditions:
@@ -401,9 +403,9 @@ class Config(Fields):
             min_snr=section.min_snr,
             variance="learned_range" if self.learn_sigma else section.fixed_variance,
         )
-        return ChainProcess(diffusion, section.schedule, clip=self.models_pixels)
+        return ChainProcess(diffusion, section.schedule, clip=self.learns_pixels)
 
-    def list_guide_fields(self) -> dict[str, Any]:
+    def get_fields_shared_with_guide(self) -> dict[str, Any]:
         """Returns the fields about data, conditions and noise with their values, by name. A guide (another network that
         guides sampling) must have the same values as this model.
         """

@@ -123,7 +123,7 @@ class Fields(SystemConfig, ReadsTexts):
     codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 
-    def get_routed_blocks(self) -> tuple[int, int]:
+    def get_routed_block_range(self) -> tuple[int, int]:
         """Returns the numbers, counted from 1, of the first and the last block that tokens may skip; (0, 0) without
         routing.
         """
@@ -153,7 +153,7 @@ class Fields(SystemConfig, ReadsTexts):
         return self.condition == "text"
 
     @property
-    def reads_whole_texts(self) -> bool:
+    def reads_text_padding(self) -> bool:
         """Returns whether the network reads all tokens of every text, padding included, as in SD3. It then needs no
         mask.
         """
@@ -193,7 +193,7 @@ class Fields(SystemConfig, ReadsTexts):
         """
         if self.video is not None:
             frames = self.video.frames if frames is None else frames
-            self.video.require_valid_frames("num_frames", frames)
+            self.video.require_valid_frame_count("num_frames", frames)
             size = size or (self.image_size, self.video.height or self.image_size)
         if size is None:
             return self.in_channels, self.input_size, self.input_size
@@ -204,13 +204,13 @@ class Fields(SystemConfig, ReadsTexts):
         times = () if self.video is None else (frames,)
         return self.in_channels, *times, high // factor, wide // factor
 
-    def count_tokens(self, shape: tuple[int, ...]) -> int:
-        """Returns the number of patches in a network input of `shape` = (C, h, w), or (C, T, h, w) for clips."""
-        count = shape[-2] * shape[-1] // self.get_network_shape()["patch_size"] ** 2
-        return count if self.video is None else count * self.video.count_patches(shape[1])
+    def count_tokens(self, input_shape: tuple[int, ...]) -> int:
+        """Returns the number of patches in a network input of `input_shape` = (C, h, w), or (C, T, h, w) for clips."""
+        count = input_shape[-2] * input_shape[-1] // self.get_network_shape()["patch_size"] ** 2
+        return count if self.video is None else count * self.video.count_temporal_patches(input_shape[1])
 
     @property
-    def models_pixels(self) -> bool:
+    def learns_pixels(self) -> bool:
         """Returns whether the network learns pixels, of 1 or 3 channels, rather than latents. Pixels lie in [-1, 1], so
         that a predicted x_start may be clipped.
         """

@@ -45,13 +45,15 @@ class Codes(Section):
     text_encoder: Annotated[str | None, mark_filled_in("give the data.path of the earlier latents")] = None
     """Fingerprint of the encoder that made these."""
 
-    def require_input_shape(self, in_channels: int, image_size: int, input_size: int, factor: int, patch: int) -> None:
+    def require_latents_match_input(
+        self, in_channels: int, image_size: int, input_size: int, factor: int, patch_size: int
+    ) -> None:
         """Raises ConfigError if the cached latents are not the network's input: if their channels or sides differ from
         the model's, or patches do not divide their side.
 
         input_size  side of the network's input, in latents.
         factor      image side / latent side.
-        patch       side of a patch, in latents.
+        patch_size  side of a patch, in latents.
         """
         channels, *sides = self.shape
         if in_channels != channels:
@@ -66,8 +68,8 @@ class Codes(Section):
                 f"first_stage.factor {factor}, those in data.path are {sides[0]} x {sides[1]}; set image_size to "
                 f"{sides[0] * factor}{other}"
             )
-        if sides[0] % patch:
-            raise ConfigError(f"patch_size {patch} does not divide the latents' side, {sides[0]}")
+        if sides[0] % patch_size:
+            raise ConfigError(f"patch_size {patch_size} does not divide the latents' side, {sides[0]}")
 
 
 class Latents(Section):
@@ -80,7 +82,9 @@ class Latents(Section):
     """Deviation of each channel; None as for mean, of latents_std."""
 
     @classmethod
-    def completed(cls, section: dict[str, Any], codes: RunCodes | None, stage: Autoencoder | None) -> dict[str, Any]:
+    def fill_in_channel_moments(
+        cls, section: dict[str, Any], codes: RunCodes | None, autoencoder: Autoencoder | None
+    ) -> dict[str, Any]:
         """Returns the recipe's section `latents` with the mean and std of each channel filled in, if normalize=channels
         and the section has neither. Takes them from the cache (`codes`) or, without a cache, from the autoencoder's
         config. Returns the section unchanged in all other cases, and if that config has none.
@@ -88,8 +92,8 @@ class Latents(Section):
         if section.get("normalize") != "channels" or section.get("mean") or section.get("std"):
             return section
         moments = (codes.channel_mean, codes.channel_std) if codes else None
-        if moments is None and stage is not None:
-            moments = stage.read_channel_moments()
+        if moments is None and autoencoder is not None:
+            moments = autoencoder.read_channel_moments()
         return section | dict(zip(("mean", "std"), moments or ()))
 
     def require_channel_moments(self, channels: int) -> None:
@@ -110,20 +114,20 @@ class Latents(Section):
 
 
 def load_first_stage(
-    section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale: tuple[Values, Values]
+    section: FirstStage, codes: Codes | None, in_channels: int, image_size: int, scale_and_shift: tuple[Values, Values]
 ) -> Autoencoder:
     """Returns the autoencoder that `section` names. Drops its encoder if the latents come from a cache.
 
-    codes        what is known of the cached latents; None: there is no cache.
-    in_channels  number of channels of the latents.
-    image_size   side of the images, in pixels.
-    scale        (scale, shift) of the latents.
+    codes            what is known of the cached latents; None: there is no cache.
+    in_channels      number of channels of the latents.
+    image_size       side of the images, in pixels.
+    scale_and_shift  (scale, shift) of the latents.
 
     Raises ConfigError if the autoencoder's factor, channels or image size differ from the recipe's, or if its
     fingerprint differs from that of the section or of the cache.
     """
     path = section.path
-    autoencoder = Autoencoder(path, *scale)
+    autoencoder = Autoencoder(path, *scale_and_shift)
     for name, configured, actual in (
         ("first_stage.factor", section.factor, autoencoder.factor),
         ("in_channels", in_channels, autoencoder.channels),

@@ -1,9 +1,9 @@
 """The names that published transformers give their weights, and ours: one table for each layout.
 
 In a table a pattern of their names stands beside our name. Some networks count time from noise (0) to data (1), ours
-from data to noise: `reverse_time` puts the difference into the first layer of the timestep's embedder, and the sign of
-a velocity into the last layer, so that the network needs no switch. Tables of positions in a file are compared with
-ours and left out.
+from data to noise: `reverse_time_in_weights` puts the difference into the first layer of the timestep's embedder, and
+the sign of a velocity into the last layer, so that the network needs no switch. Tables of positions in a file are
+compared with ours and left out.
 """
 
 import re
@@ -57,9 +57,10 @@ class Layout(NamedTuple):
     swapped: tuple[str, ...] = ()
     """Our names of layers that give scale and shift there, and shift and scale here; {last} is the last block."""
 
-    def require_trained_as(self, name: str, config: Any) -> None:
+    def require_matching_training(self, layout_name: str, config: Any) -> None:
         """Raises ConfigError if a field of the model's section `config` differs from what networks of this layout were
-        trained with: objective, prediction, chain, scale of times, joint blocks. name: the layout's, for the message.
+        trained with: objective, prediction, chain, scale of times, joint blocks. layout_name: the layout's, for the
+        message.
         """
         prediction = "x" if self.predicts_x else "velocity"
         fields = ("objective", "flow"), ("flow.time_scale", self.time_scale), ("flow.prediction", prediction)
@@ -71,7 +72,8 @@ class Layout(NamedTuple):
         for field, needed in fields:
             if (found := attrgetter(field)(config)) != needed:
                 raise ConfigError(
-                    f"model.{field}={found}: weights of {name} were trained with {needed}; write model.{field}={needed}"
+                    f"model.{field}={found}: weights of {layout_name} were trained with {needed}; write "
+                    f"model.{field}={needed}"
                 )
 
 
@@ -220,33 +222,38 @@ LAYOUTS = {
 }
 
 
-def recognise_layout(names: Mapping[str, Tensor]) -> str | None:
+def recognise_layout(state: Mapping[str, Tensor]) -> str | None:
     """Returns the name of the published layout that a file's weights have, found by the weights' names; None if no
     layout is recognised. Never returns "sit": SiT's files have the same names as DiT's.
     """
     for name, layout in LAYOUTS.items():
         for prefix in (layout.prefix, ""):
-            if name != "sit" and all(prefix + mark in names for mark in layout.marks):
+            if name != "sit" and all(prefix + mark in state for mark in layout.marks):
                 return name
     return None
 
 
-def translate_from_layout(
-    state: Mapping[str, Tensor], name: str, depth: int, grid: int, head_dims: Sequence[int] = (), scale: int = 1
+def translate_weights_from_layout(
+    state: Mapping[str, Tensor],
+    layout_name: str,
+    depth: int,
+    grid: int,
+    head_dims: Sequence[int] = (),
+    position_scale: int = 1,
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Returns the weights of a published network under our names, and notes on what was changed or left out. If the
     network's time is 0 at the noise, changes the weights so that time is 0 at the data.
 
-    name       a key of LAYOUTS.
-    depth      number of blocks of the first trunk; in RAE's files those of the wide head follow them.
-    grid       patches along a side, for the positions.
-    head_dims  widths of an attention head, in the trunk and in a wide head; () without rotary positions.
-    scale      what positions are divided by before their sines are taken.
+    layout_name     a key of LAYOUTS.
+    depth           number of blocks of the first trunk; in RAE's files those of the wide head follow them.
+    grid            patches along a side, for the positions.
+    head_dims       widths of an attention head, in the trunk and in a wide head; () without rotary positions.
+    position_scale  what positions are divided by before their sines are taken.
 
     Raises ConfigError if a table of rotations differs from ours, if a part of a joined weight is missing, or for
     weights that the layout refuses.
     """
-    layout, notes, left = LAYOUTS[name], [], Counter()
+    layout, notes, left = LAYOUTS[layout_name], [], Counter()
     unread = {key.removeprefix(layout.prefix).removeprefix("module."): value for key, value in state.items()}
     translated: dict[str, Tensor] = {}
     for pattern, letters, ours in layout.joined:
@@ -258,7 +265,7 @@ def translate_from_layout(
             translated[re.sub(pattern, ours, key)] = torch.cat(parts)
     for key, value in unread.items():
         if match := re.fullmatch(_TABLES, key):
-            _require_same_rotations(key, value, match[2], grid, head_dims)
+            _require_same_rotation_table(key, value, match[2], grid, head_dims)
             notes.append(f"{key}: computed here, and equal to the file's")
             continue
         if reason := _find_matching_reason(key, layout.refused):
@@ -269,7 +276,7 @@ def translate_from_layout(
                 notes.append(f"{key}: left out: {reason}")
             continue
         translated[_translate_to_our_name(key, layout, depth)] = value
-    _swap_halves(translated, layout, depth)
+    _swap_scale_and_shift(translated, layout, depth)
     notes += [f"{count} weights are left out: {reason}" for reason, count in left.items() if count > 1]
     if "x_embedder.wide.weight" in translated:
         translated["x_embedder.wide.weight"] = translated["x_embedder.wide.weight"].flatten(1)
@@ -277,39 +284,40 @@ def translate_from_layout(
         translated["y_tokens.tokens"] = translated["y_tokens.tokens"][0]
     if layout.computes_sines and "pos_embed" not in translated and "x_embedder.proj.weight" in translated:
         width = len(translated["x_embedder.proj.weight"])
-        translated["pos_embed"] = make_sincos_positions(width, grid, grid, grid / scale)[None]
+        translated["pos_embed"] = make_sincos_positions(width, grid, grid, grid / position_scale)[None]
         notes.append(f"pos_embed: not in the file, and computed for {grid} x {grid} patches")
     if layout.from_noise:
-        reverse_time(translated, negate=not layout.predicts_x)
+        reverse_time_in_weights(translated, negate_output=not layout.predicts_x)
         notes.append("time: reversed, by the weights of t_embedder" + ("" if layout.predicts_x else " and of the head"))
     return translated, notes
 
 
-def translate_to_layout(
-    state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
+def translate_weights_to_layout(
+    state: Mapping[str, Tensor], layout_name: str, published_names: Sequence[str], depth: int = 0
 ) -> dict[str, Tensor]:
-    """Returns our weights under the names of a published layout, the reverse of `translate_from_layout`. theirs: the
-    names of all weights of the published network. depth: number of blocks, needed only if the layout has `swapped`
-    layers.
+    """Returns our weights under the names of a published layout, the reverse of `translate_weights_from_layout`.
+    published_names: the names of all weights of the published network. depth: number of blocks, needed only if the
+    layout has `swapped` layers.
     """
-    layout, found, state = LAYOUTS[name], {}, dict(state)
-    _swap_halves(state, layout, depth)
+    layout, found, state = LAYOUTS[layout_name], {}, dict(state)
+    _swap_scale_and_shift(state, layout, depth)
     for pattern, letters, ours in layout.joined:
-        for key in [key for key in theirs if re.fullmatch(pattern, key)]:
+        for key in [key for key in published_names if re.fullmatch(pattern, key)]:
             parts = state[re.sub(pattern, ours, key)].chunk(len(letters))
             for letter, part in zip(letters, parts, strict=True):
                 found[key.replace(f".{letters[0]}.", f".{letter}.")] = part.clone()
     return {
-        key: found[key] if key in found else state[_translate_to_our_name(key, layout, 0)].clone() for key in theirs
+        key: found[key] if key in found else state[_translate_to_our_name(key, layout, 0)].clone()
+        for key in published_names
     }
 
 
 def translate_adapters_to_layout(
-    state: Mapping[str, Tensor], name: str, theirs: Sequence[str], depth: int = 0
+    state: Mapping[str, Tensor], layout_name: str, published_names: Sequence[str], depth: int = 0
 ) -> dict[str, Tensor]:
     """Returns the LoRA adapters in a state dict under the names of a published layout. The arguments are those of
-    `translate_to_layout`. If the published network splits one of our layers into several, each of the several gets the
-    whole lora_A and only its own rows of lora_B.
+    `translate_weights_to_layout`. If the published network splits one of our layers into several, each of the several
+    gets the whole lora_A and only its own rows of lora_B.
 
     Raises ConfigError for an adapter of a layer that the published network does not have.
     """
@@ -322,7 +330,7 @@ def translate_adapters_to_layout(
         if not is_adapter_weight(key)
     }
     found, left = {}, set(range(len(layers)))
-    for key, moved in translate_to_layout(rows, name, theirs, depth).items():
+    for key, moved in translate_weights_to_layout(rows, layout_name, published_names, depth).items():
         if (number := int(moved[0, 0])) >= 0:
             left.discard(number)
             layer = key.removesuffix(".weight")
@@ -330,13 +338,13 @@ def translate_adapters_to_layout(
             found[f"{layer}.lora_B.weight"] = state[f"{layers[number]}.lora_B.weight"][moved[:, 1]]
     if left:
         raise ConfigError(
-            f"model.lora: the adapter of {layers[min(left)]} has no place in the layout {name}; take --format peft, "
-            "whose names are our network's, or --format diffusers, which merges the adapters"
+            f"model.lora: the adapter of {layers[min(left)]} has no place in the layout {layout_name}; take --format "
+            "peft, whose names are our network's, or --format diffusers, which merges the adapters"
         )
     return found
 
 
-def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
+def _swap_scale_and_shift(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
     """Swaps, in place, scale and shift in the layers that the layout lists as `swapped`. A second call undoes the
     first. depth: number of blocks.
     """
@@ -347,9 +355,9 @@ def _swap_halves(state: dict[str, Tensor], layout: Layout, depth: int) -> None:
                 state[name] = torch.cat((second, first))
 
 
-def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
+def reverse_time_in_weights(state: dict[str, Tensor], negate_output: bool) -> None:
     """Changes, in place, the weights of a network that takes time t, so that it computes the same from time 1 - t. A
-    second call undoes the first. negate: whether to change the sign of the output, too, as velocities need.
+    second call undoes the first. negate_output: whether to change the sign of the output, too, as velocities need.
     """
     weight = state[f"{_TIME}.weight"]
     frequencies = compute_timestep_frequencies(weight.shape[1]).to(weight.device)
@@ -358,15 +366,15 @@ def reverse_time(state: dict[str, Tensor], negate: bool) -> None:
     turned = of_cosines * cosines + of_sines * sines, of_cosines * sines - of_sines * cosines
     state[f"{_TIME}.weight"] = torch.cat(turned, dim=1).to(weight.dtype)
     for name in (f"{head}.{kind}" for head in _HEADS for kind in ("weight", "bias")):
-        if negate and name in state:
+        if negate_output and name in state:
             state[name] = -state[name]
 
 
-def _find_matching_reason(key: str, reasons: Sequence[tuple[str, str]]) -> str | None:
-    """Returns the reason from the first (pattern, reason) pair whose pattern matches the weight's name `key`; None if
+def _find_matching_reason(name: str, patterns_and_reasons: Sequence[tuple[str, str]]) -> str | None:
+    """Returns the reason from the first (pattern, reason) pair whose pattern matches the weight's name `name`; None if
     none matches.
     """
-    return next((reason for pattern, reason in reasons if re.fullmatch(pattern, key)), None)
+    return next((reason for pattern, reason in patterns_and_reasons if re.fullmatch(pattern, name)), None)
 
 
 def _translate_to_our_name(key: str, layout: Layout, depth: int) -> str:
@@ -381,9 +389,9 @@ def _translate_to_our_name(key: str, layout: Layout, depth: int) -> str:
     return key
 
 
-def _require_same_rotations(key: str, table: Tensor, kind: str, grid: int, head_dims: Sequence[int]) -> None:
+def _require_same_rotation_table(key: str, table: Tensor, cos_or_sin: str, grid: int, head_dims: Sequence[int]) -> None:
     """Raises ConfigError if a file's table of rotations differs from the one that our network computes, or is for heads
-    of another width. kind: "cos" or "sin", what the table holds.
+    of another width. cos_or_sin: "cos" or "sin", what the table holds.
     """
     if table.shape[-1] not in head_dims:
         raise ConfigError(
@@ -391,7 +399,9 @@ def _require_same_rotations(key: str, table: Tensor, kind: str, grid: int, head_
             f"{' and '.join(map(str, head_dims)) or 'no rotation'}; set block.rope and num_heads to those the file was "
             "made with"
         )
-    ours = make_rotations((grid, grid), table.shape[-1], after=max(len(table) - grid * grid, 0))[0, int(kind == "sin")]
+    ours = make_rotations((grid, grid), table.shape[-1], after=max(len(table) - grid * grid, 0))[
+        0, int(cos_or_sin == "sin")
+    ]
     if ours.shape != table.shape or not torch.allclose(ours, table.float(), atol=TOLERANCE):
         raise ConfigError(
             f"weights: {key} {tuple(table.shape)} is not the table of {grid} x {grid} patches; set image_size and "

@@ -174,7 +174,7 @@ class DiT(nn.Module):
         """Sets the table of positions, pos_embed. All weights belong to submodules, which set their own."""
         if self.sines:
             with torch.no_grad():
-                self.pos_embed.copy_(self.compute_sines(self.grid, self.grid))
+                self.pos_embed.copy_(self.compute_position_sines(self.grid, self.grid))
 
     def forward(
         self,
@@ -204,10 +204,10 @@ class DiT(nn.Module):
                     `towards`, the tokens (B, N, D) that LayerSync compares, `towards` without a gradient.
         """
         image = x if given is None else torch.cat((x, given.to(x)), dim=1)
-        grid = self.count_patches(x)
+        grid = self.compute_patch_grid(x)
         x = self.x_embedder(image)  # (B, N, D)
         if self.sines:
-            x = x + self.get_positions(grid).to(x)
+            x = x + self.get_position_embeddings(grid).to(x)
         time = self.t_embedder(t)  # (B, D)
         if text is not None and hasattr(self, "p_embedder"):
             time = time + self.p_embedder(text, mask)
@@ -227,7 +227,7 @@ class DiT(nn.Module):
         if hasattr(self, "t_block"):
             inputs = inputs._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
         if self.rope:
-            rotation = self.get_rotations(grid, self.head_dim, count, x.device)
+            rotation = self.get_rotary_positions(grid, self.head_dim, count, x.device)
             inputs = inputs._replace(rotation=take_own_parts(rotation, patches, 2))
         if words is not None and self.cross_attention:
             inputs = inputs._replace(text=words, mask=None if read is None else read[:, None, None])
@@ -240,7 +240,7 @@ class DiT(nn.Module):
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
         x, tapped = self.blocks(x, inputs, tokens, taps, keep)
         if self.wide:
-            rotation = self.get_rotations(grid, self.final_layer.head_dim, 0, x.device) if self.rope else None
+            rotation = self.get_rotary_positions(grid, self.final_layer.head_dim, 0, x.device) if self.rope else None
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
         else:
             out = self.final_layer(x, c, c[:, None])
@@ -272,14 +272,14 @@ class DiT(nn.Module):
             parts.append(words)
         return torch.cat(parts, dim=1) if parts else None
 
-    def count_patches(self, x: Tensor) -> tuple[int, ...]:
+    def compute_patch_grid(self, x: Tensor) -> tuple[int, ...]:
         """Returns the number of patches of inputs x along each axis: (rows, columns), or (times, rows, columns) for
         clips.
         """
         sides = tuple(side // self.patch_size for side in x.shape[-2:])
         return (1 + (x.shape[2] - 1) // self.patch_frames, *sides) if self.patch_frames else sides
 
-    def get_positions(self, grid: tuple[int, ...]) -> Tensor:
+    def get_position_embeddings(self, grid: tuple[int, ...]) -> Tensor:
         """Returns the embeddings of the positions in a grid of patches, (1, N, D): the table pos_embed if the grid has
         the network's own rows and columns, else sines of the positions, computed once for each grid. For clips adds
         embeddings of the times.
@@ -288,35 +288,37 @@ class DiT(nn.Module):
         positions = self.pos_embed
         if not high == wide == self.grid:
             if (high, wide) not in self._positions:
-                self._positions[high, wide] = self.compute_sines(high, wide)[None].to(self.pos_embed.device)
+                self._positions[high, wide] = self.compute_position_sines(high, wide)[None].to(self.pos_embed.device)
             positions = self._positions[high, wide]
         for count in times:
             of_times = make_sincos_times(positions.shape[-1], count).to(positions.device)
             positions = (of_times[:, None] + positions).flatten(0, 1)[None]
         return positions
 
-    def compute_sines(self, high: int, wide: int) -> Tensor:
-        """Returns the sines and cosines that embed the positions in a grid of high x wide patches, float32 (high *
-        wide, D). Without sines_within each side runs over the same range, whatever its number of patches. With
+    def compute_position_sines(self, rows: int, columns: int) -> Tensor:
+        """Returns the sines and cosines that embed the positions in a grid of rows x columns patches, float32 (rows *
+        columns, D). Without sines_within each side runs over the same range, whatever its number of patches. With
         sines_within the grid is the middle of a larger square.
         """
         within, base = self.sines_within or (None, self.range)
-        return make_sincos_positions(self.pos_embed.shape[-1], high, wide, base, within)
+        return make_sincos_positions(self.pos_embed.shape[-1], rows, columns, base, within)
 
-    def get_rotations(self, grid: tuple[int, ...], head_dim: int, after: int, device: torch.device) -> Tensor:
-        """Returns the rotary positions (see make_rotations) of the tokens in a grid of patches, and of `after` further
-        tokens, which are not rotated. Rows and columns run over the same range, whatever the number of patches.
+    def get_rotary_positions(
+        self, grid: tuple[int, ...], head_dim: int, unrotated: int, device: torch.device
+    ) -> Tensor:
+        """Returns the rotary positions (see make_rotations) of the tokens in a grid of patches, and of `unrotated`
+        further tokens, which are not rotated. Rows and columns run over the same range, whatever the number of patches.
         Computes them once and keeps them.
         """
-        key = grid, head_dim, after
+        key = grid, head_dim, unrotated
         if key not in self._rotations:
             bases = (None,) * (len(grid) - 2) + (self.grid, self.grid)
-            self._rotations[key] = make_rotations(grid, head_dim, bases, after=after).to(device)
+            self._rotations[key] = make_rotations(grid, head_dim, bases, after=unrotated).to(device)
         return self._rotations[key]
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
         """Joins the values of patches to images, (B, N, p*p*C) -> (B, C, H, W), or to clips, (B, N, f*p*p*C) -> (B, C,
-        T, H, W). grid: what `count_patches` returns for these inputs.
+        T, H, W). grid: what `compute_patch_grid` returns for these inputs.
         """
         p, frames, (*times, high, wide) = self.patch_size, max(self.patch_frames, 1), grid
         x = x.view(len(x), *(times or [1]), high, wide, frames, p, p, self.out_channels)
@@ -378,7 +380,7 @@ class WideHead(nn.Module):
 
     def forward(self, image: Tensor, conditions: Tensor, rotation: Tensor | None) -> Tensor:
         """Returns the values of patches (B, N, values) for images (B, C, H, W) and a condition for each patch, (B, N,
-        D). rotation: what DiT.get_rotations returns; None: no rotary positions.
+        D). rotation: what DiT.get_rotary_positions returns; None: no rotary positions.
         """
         c, x = self.projector(conditions), take_own_part(self.x_embedder(image), 1)
         if rotation is not None:

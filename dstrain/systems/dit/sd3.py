@@ -12,7 +12,7 @@ from dstrain.encoders.joined_text import JoinedTextEncoder
 from dstrain.nn import fitting
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import LAYOUTS, translate_from_layout, translate_to_layout
+from dstrain.systems.dit.layouts import LAYOUTS, translate_weights_from_layout, translate_weights_to_layout
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.presets import PRESETS
 
@@ -48,7 +48,7 @@ _CHOICES = (  # of a model that the class can hold
 )
 
 
-def make_sd3_arguments(config: Config) -> dict[str, Any]:
+def make_diffusers_sd3_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments with which diffusers' SD3Transformer2DModel builds the network of this config."""
     shape, (most, base) = config.get_network_shape(), config.sines_within or (0, 0)
     return {
@@ -75,8 +75,8 @@ def rename_from_diffusers(
     diffusers_config: the content of its config.json. Raises ConfigError for a field that differs from the recipe's, or
     that is unknown here.
     """
-    LAYOUTS["sd3"].require_trained_as("sd3", config)
-    expected = make_sd3_arguments(config)
+    LAYOUTS["sd3"].require_matching_training("sd3", config)
+    expected = make_diffusers_sd3_arguments(config)
     if unknown := sorted(name for name in diffusers_config if name not in expected and not name.startswith("_")):
         raise ConfigError(
             f"weights: config.json has {unknown[0]}={diffusers_config[unknown[0]]}, which is not read here: the "
@@ -85,10 +85,12 @@ def rename_from_diffusers(
     # diffusers leaves out what older files do not have.
     found = {"qk_norm": None, "dual_attention_layers": (), **diffusers_config}
     fitting.require_matching_diffusers_config(found, (CLASS,), "dit", expected, _FIELDS)
-    return crop_positions(*translate_from_layout(state, "sd3", len(network.blocks), network.grid), network)
+    return crop_positions_to_grid(
+        *translate_weights_from_layout(state, "sd3", len(network.blocks), network.grid), network
+    )
 
 
-def crop_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
+def crop_positions_to_grid(state: dict[str, Tensor], notes: list[str], network: DiT) -> fitting.Fitted:
     """Returns the state dict with positions for the network's own patches, cut from the middle of the file's larger
     square, and `notes` with one more note. Returns both arguments unchanged if sines_within is not set, or if the file
     has no positions.
@@ -106,7 +108,7 @@ def crop_positions(state: dict[str, Tensor], notes: list[str], network: DiT) -> 
         )
     top = (most - grid) // 2
     cut = table.view(most, most, -1)[top : top + grid, top : top + grid].reshape(1, grid * grid, -1)
-    computed = network.compute_sines(grid, grid)[None]
+    computed = network.compute_position_sines(grid, grid)[None]
     note = f"{_POSITIONS}: {grid} x {grid} patches in the middle of the file's {most} x {most}"
     if torch.allclose(cut.float(), computed, rtol=0, atol=_TOLERANCE):
         return state | {_POSITIONS: computed}, [*notes, f"{note}, equal to those computed here"]
@@ -154,7 +156,7 @@ def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder
     texts = JoinedTextEncoder(config.text_encoder, config.max_text_len)
     (first, second), (tokenizer, tokenizer_2, *more) = texts.clips, texts.tokenizers
     vae.register_to_config(shift_factor=vae.config.shift_factor or 0.0)
-    transformer = _build_transformer(config, network)
+    transformer = _build_trained_transformer(config, network)
     folder.mkdir(parents=True, exist_ok=True)
     StableDiffusion3Pipeline(
         transformer=transformer,
@@ -169,30 +171,32 @@ def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder
     ).save_pretrained(folder)
 
 
-def build_empty_transformer(config: Config) -> nn.Module:
+def build_transformer_on_meta(config: Config) -> nn.Module:
     """Returns an SD3Transformer2DModel for `config` on torch's meta device: its weights have shapes but no values."""
     from diffusers import SD3Transformer2DModel
 
     with torch.device("meta"):
-        return SD3Transformer2DModel(**make_sd3_arguments(config))
+        return SD3Transformer2DModel(**make_diffusers_sd3_arguments(config))
 
 
-def _build_transformer(config: Config, network: DiT) -> nn.Module:
+def _build_trained_transformer(config: Config, network: DiT) -> nn.Module:
     """Returns the trained network as an SD3Transformer2DModel. Its table of positions is the larger square of
     sines_within, with the network's own positions in the middle.
     """
-    transformer = build_empty_transformer(config)
+    transformer = build_transformer_on_meta(config)
     state = {name: value.float().cpu() for name, value in network.state_dict().items()}
     most, grid = config.sines_within[0], network.grid
-    table, top = network.compute_sines(most, most).view(most, most, -1), (most - grid) // 2
+    table, top = network.compute_position_sines(most, most).view(most, most, -1), (most - grid) // 2
     table[top : top + grid, top : top + grid] = state[_POSITIONS].view(grid, grid, -1)
     state[_POSITIONS] = table.flatten(0, 1)[None]
-    state = translate_to_layout(state, "sd3", list(transformer.state_dict()), len(network.blocks))
+    state = translate_weights_to_layout(state, "sd3", list(transformer.state_dict()), len(network.blocks))
     transformer.load_state_dict(state, assign=True)
     return transformer
 
 
-def predict_with_exported(exported: nn.Module, x: Tensor, t: Tensor, text: Tensor, pooled_dim: int) -> Tensor:
+def predict_with_exported_transformer(
+    exported: nn.Module, x: Tensor, t: Tensor, text: Tensor, pooled_dim: int
+) -> Tensor:
     """Returns the prediction (B, C, H, W) of an SD3Transformer2DModel for inputs x at times t. text: as our network
     reads it, (B, L, E), with `pooled_dim` values of the pooled vector at the start of its first row.
     """

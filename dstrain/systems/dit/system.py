@@ -31,9 +31,9 @@ from dstrain.systems.dit.clips import PRIME, Given, decode_clips, encode_clips
 from dstrain.systems.dit.conditions import NEGATIVE, Arguments
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.first_stage import load_first_stage
-from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate_from_layout
+from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate_weights_from_layout
 from dstrain.systems.dit.network import DiT
-from dstrain.systems.dit.trunk import choose_kept_tokens
+from dstrain.systems.dit.trunk import draw_kept_tokens
 
 
 class DiTSystem(System):
@@ -52,7 +52,7 @@ class DiTSystem(System):
         self.shape = config.get_input_shape()
         self.shapes = {self.shape, *map(config.get_input_shape, config.sizes or ())}
         self.texts = Reader(config)
-        self.network_conditions = config.list_conditions(self.texts)
+        self.network_conditions = config.make_conditions(self.texts)
         self.first_stage = None
         if config.first_stage:
             self.first_stage = load_first_stage(
@@ -87,7 +87,7 @@ class DiTSystem(System):
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
         self._require_valid_conditions(batch)
         for condition in self.network_conditions:
-            example |= condition.prepare_example(batch)
+            example |= condition.make_example_tensors(batch)
         if self.alignment and self.alignment.section.path and "image" in batch:
             example["image"] = batch["image"]
         if "latent_mean" in batch:
@@ -124,7 +124,7 @@ class DiTSystem(System):
         """
         if self._end is not None:
             example["x_start"] = example["x_start"][:, :, : self._end]
-        terms = self._compute_losses(nets, example, learns=True)
+        terms = self._compute_losses(nets, example, training=True)
         return {**terms, "loss": terms["loss"].mean(), "loss_each": terms["loss"].detach()}
 
     @torch.no_grad()
@@ -140,8 +140,8 @@ class DiTSystem(System):
         variational bound of a diffusion, or the likelihood of a flow's ODE. For a model of latents returns the terms of
         `evaluate` instead, and raises ConfigError if num_steps is given.
         """
-        if self.config.models_pixels:
-            network = partial(nets["denoiser"], **self._read_conditions(example))
+        if self.config.learns_pixels:
+            network = partial(nets["denoiser"], **self._make_condition_arguments(example))
             terms = self.process.measure_bits_per_dim(network, example["x_start"], example["key"], num_steps, progress)
             if "mse" not in terms:  # a chain's bound has the error at every timestep
                 terms["loss"] = self.evaluate(nets, example)["loss"]
@@ -165,19 +165,19 @@ class DiTSystem(System):
         frames = self.config.video.count_frames_at_step(step) if self.config.video else 1
         return 1, frames, int(self.alignment is not None and self.alignment.is_active_at_step(step))
 
-    def _compute_losses(self, nets: Nets, example: Example, learns: bool = False) -> Terms:
-        """Returns the loss and other terms of each sample, (B,), at one random timestep and noise. learns: whether to
+    def _compute_losses(self, nets: Nets, example: Example, training: bool = False) -> Terms:
+        """Returns the loss and other terms of each sample, (B,), at one random timestep and noise. training: whether to
         drop conditions, route tokens and align them, as in training.
         """
         x_start, key = example["x_start"], example["key"]
         patch = self.config.get_network_shape()["patch_size"]
         grid = x_start.shape[-2] // patch, x_start.shape[-1] // patch
-        alignment = self.alignment if learns and self.alignment and self.alignment.needs_extras else None
+        alignment = self.alignment if training and self.alignment and self.alignment.needs_extra_outputs else None
         options: dict[str, Any] = {"extras": True} if self.config.internal or alignment else {}
-        if learns and self.config.routing:
+        if training and self.config.routing:
             count = self.config.count_tokens(tuple(x_start.shape[1:]))
-            options["keep"] = choose_kept_tokens(key, count, self.config.routing.ratio)
-        options |= self._read_conditions(example, drop=learns)
+            options["keep"] = draw_kept_tokens(key, count, self.config.routing.ratio)
+        options |= self._make_condition_arguments(example, drop=training)
         tapped: dict[str, Tensor] = {}
 
         def call_denoiser(x_t, t):
@@ -198,27 +198,27 @@ class DiTSystem(System):
 
     def _require_valid_conditions(self, batch: Mapping[str, Tensor]) -> None:
         for condition in self.network_conditions:
-            condition.require_valid(batch)
+            condition.require_valid_tensors(batch)
 
-    def _read_conditions(self, example: Example, drop: bool = False) -> Arguments:
+    def _make_condition_arguments(self, example: Example, drop: bool = False) -> Arguments:
         """Returns the network's keyword arguments for the conditions of an example, (B, ...) each. drop: whether all
         conditions of a sample are replaced, with probability class_dropout_prob, by null ones.
         """
         arguments: Arguments = {}
         for condition in self.network_conditions:
-            arguments |= condition.read_example(example)
+            arguments |= condition.make_arguments_from_example(example)
         if drop:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
             for condition in self.network_conditions:
-                for name, value in condition.make_null(arguments).items():
+                for name, value in condition.make_null_arguments(arguments).items():
                     arguments[name] = torch.where(dropped.view(-1, *(1,) * (value.ndim - 1)), value, arguments[name])
-        return self._leave_out_full_mask(arguments)
+        return self._drop_mask_if_unused(arguments)
 
-    def _leave_out_full_mask(self, arguments: Arguments) -> Arguments:
+    def _drop_mask_if_unused(self, arguments: Arguments) -> Arguments:
         """Returns the arguments without `mask` if the model reads all tokens of every text: attention without a mask
         has faster kernels.
         """
-        whole = self.config.reads_whole_texts
+        whole = self.config.reads_text_padding
         return {name: value for name, value in arguments.items() if name != "mask" or not whole}
 
     def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
@@ -259,7 +259,7 @@ class DiTSystem(System):
         """Returns the conditions, by name, of samples that begin from `images`: {"image_embed": float32 (N, E)} for a
         model with embedding_dim; or {"prime": the first frames of clips, uint8 (N, K, C, H, W)}.
         """
-        found = [condition.make_start_conditions(images) for condition in self.network_conditions]
+        found = [condition.make_conditions_from_images(images) for condition in self.network_conditions]
         return next(filter(None, found), None) or super().conditions_from(images)
 
     def accepts(self, source: Any) -> None:
@@ -277,7 +277,7 @@ class DiTSystem(System):
         if self.takes_texts:
             batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first().items()}
             for condition in self.network_conditions:
-                condition.prepare_example(batch)
+                condition.make_example_tensors(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"data": uint8 (B, C, H, W)}, the example's images decoded from x_start, for a model that draws from
@@ -285,7 +285,7 @@ class DiTSystem(System):
         """
         if not self.config.embedding_dim or self.cannot_draw():
             return {}
-        return {"data": self._decode(example["x_start"])}
+        return {"data": self._decode_to_uint8(example["x_start"])}
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
@@ -308,26 +308,26 @@ class DiTSystem(System):
             request = self._add_given_frames(request, prime, shape)
         keys, network = rng.keys_of_seeds(request.seeds), self._make_guided_network(nets, request)
 
-        def draw_noise(i):
-            return rng.normal(keys, f"noise/{i}", shape)
+        def draw_noise(step):
+            return rng.normal(keys, f"noise/{step}", shape)
 
         images = request.conditions.get("invert")
         if images is None:
             x = rng.normal(keys, "start", shape)
         else:
             x = self.process.invert(network, self.encode({"image": images, "key": keys})["x_start"], *steps)
-        drawn = self._decode(self.process.sample(network, x, draw_noise, *steps))
+        drawn = self._decode_to_uint8(self.process.sample(network, x, draw_noise, *steps))
         return drawn if prime is None else torch.cat((prime, drawn[:, prime.shape[1] :]), dim=1)
 
-    def _add_given_frames(self, request: Request, prime: Tensor, shape: tuple[int, ...]) -> Request:
-        """Returns the request with one more condition, "given" (N, C + 1, T, H, W): the first frames `prime`, encoded,
-        then zeros up to a clip of `shape` = (C, T, H, W), and a last channel that is 1 in the first frames.
+    def _add_given_frames(self, request: Request, first_frames: Tensor, shape: tuple[int, ...]) -> Request:
+        """Returns the request with one more condition, "given" (N, C + 1, T, H, W): the first frames `first_frames`,
+        encoded, then zeros up to a clip of `shape` = (C, T, H, W), and a last channel that is 1 in the first frames.
         """
         (condition,) = (condition for condition in self.network_conditions if isinstance(condition, Given))
-        given = condition.extend_to_clips(self._encode_clips(prime, rng.keys_of_seeds(request.seeds)), shape)
+        given = condition.pad_given_to_clips(self._encode_clips(first_frames, rng.keys_of_seeds(request.seeds)), shape)
         return replace(request, conditions={**request.conditions, "given": given})
 
-    def _decode(self, x_start: Tensor) -> Tensor:
+    def _decode_to_uint8(self, x_start: Tensor) -> Tensor:
         """Returns uint8 images (B, C, H, W), or clips (B, T, C, H, W), for x_start."""
         if self.config.video:
             return convert_to_uint8(decode_clips(x_start, self.first_stage))
@@ -346,24 +346,24 @@ class DiTSystem(System):
         """
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")
-        own, others = self.config.list_guide_fields(), other.config.list_guide_fields()
+        own, others = self.config.get_fields_shared_with_guide(), other.config.get_fields_shared_with_guide()
         if different := sorted(name for name in own | others if own.get(name) != others.get(name)):
             raise ConfigError(
                 f"model.{different[0]} differs, and a guide learns the same from noise of the same kind: "
                 "name another run"
             )
 
-    def read_request(self, request: Request) -> tuple[Arguments, Arguments]:
+    def make_conditional_and_negative_arguments(self, request: Request) -> tuple[Arguments, Arguments]:
         """Returns the network's keyword arguments for the samples of a request, twice: with their conditions, and for
         the prediction that guidance leads away from, with null conditions or negative prompts.
         """
         arguments: Arguments = {}
         for condition in self.network_conditions:
-            arguments |= condition.read_request(request)
+            arguments |= condition.make_arguments_from_request(request)
         null = dict(arguments)
         for condition in self.network_conditions:
-            null |= condition.read_negative(request, arguments)
-        return self._leave_out_full_mask(arguments), self._leave_out_full_mask(null)
+            null |= condition.make_negative_arguments(request, arguments)
+        return self._drop_mask_if_unused(arguments), self._drop_mask_if_unused(null)
 
     def _make_guided_network(self, nets: Nets, request: Request) -> Network:
         guide, internal = nets.get("guide"), self.config.internal
@@ -373,7 +373,7 @@ class DiTSystem(System):
                 "with guidance_scale 1, or train with class_dropout_prob above 0"
             )
         self._require_valid_conditions(request.conditions)
-        arguments, null = self.read_request(request)
+        arguments, null = self.make_conditional_and_negative_arguments(request)
         return samplers.make_guided_network(
             add_internal_guidance(nets["denoiser"], internal.scale) if internal else nets["denoiser"],
             arguments,
@@ -405,7 +405,7 @@ class DiTSystem(System):
             left = [f"{weights.NULL_TEXT}: left out, since null_text is encoder"]
         network, positions = self.build_part_on_meta(part), state.get("pos_embed")
         if network.sines_within and positions is not None and positions.shape[1] != network.grid**2:
-            state = {**state, "pos_embed": network.compute_sines(network.grid, network.grid)[None]}
+            state = {**state, "pos_embed": network.compute_position_sines(network.grid, network.grid)[None]}
             left.append(f"pos_embed: computed for {network.grid} x {network.grid} patches")
         values, notes = weights.adapt_weights(state, network)
         lacks_null = weights.NULL_TEXT in values and weights.NULL_TEXT not in state
@@ -413,7 +413,7 @@ class DiTSystem(System):
             inputs = self.texts.make_text_inputs([""])
             states = inputs["text_encodings"][inputs["text_mask"]]  # (tokens of the empty text, E)
             if len(states) == 1:
-                values[weights.NULL_TEXT] = weights.project_states(states, values)
+                values[weights.NULL_TEXT] = weights.project_text_states_by_weights(states, values)
                 notes = [note for note in notes if not note.startswith(weights.NULL_TEXT)]
                 notes.append(
                     f"{weights.NULL_TEXT}: the empty text of {self.config.text_encoder}, from which it learns on"
@@ -428,10 +428,10 @@ class DiTSystem(System):
         layout = self.config.layout or recognise_layout(state)
         if layout is None:
             return state, []
-        LAYOUTS[layout].require_trained_as(layout, self.config)
+        LAYOUTS[layout].require_matching_training(layout, self.config)
         network = self.build_part_on_meta(part)
         heads = [network.head_dim, network.final_layer.head_dim] if self.config.wide else [network.head_dim]
-        translated = translate_from_layout(
+        translated = translate_weights_from_layout(
             state,
             layout,
             len(network.blocks),
@@ -439,13 +439,13 @@ class DiTSystem(System):
             heads if self.config.block.rope else [],
             self.config.interpolation_scale,
         )
-        state, notes = sd3.crop_positions(*translated, network)
+        state, notes = sd3.crop_positions_to_grid(*translated, network)
         return state, [f"layout: {layout}", *notes]
 
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         if diffusers_config.get("_class_name") == "ClassTransformer":  # an export of ours, see to_diffusers.py
             weights.require_same_network(diffusers_config, self.config)
-            return state, weights.list_target_differences(diffusers_config, self.config)
+            return state, weights.list_objective_differences(diffusers_config, self.config)
         if diffusers_config.get("_class_name") == sd3.CLASS:
             return sd3.rename_from_diffusers(state, diffusers_config, self.config, self.build_part_on_meta("denoiser"))
         if diffusers_config.get("norm_type") == "ada_norm_single":
@@ -483,8 +483,8 @@ class DiTSystem(System):
         wide, high = max(self.config.sizes or (square,), key=math.prod)
         batch = {"key": rng.keys(0, 0, torch.arange(batch_size))}
         for condition in self.network_conditions:
-            batch |= condition.draw_synthetic(batch["key"], (wide, high))
-        if not self.config.codes and (self.first_stage or self.config.models_pixels):
+            batch |= condition.draw_synthetic_tensors(batch["key"], (wide, high))
+        if not self.config.codes and (self.first_stage or self.config.learns_pixels):
             channels = self.first_stage.image_channels if self.first_stage else self.config.in_channels
             shape, name = (channels, high, wide), "image"
             if self.config.video:

@@ -37,10 +37,10 @@ from dstrain.systems.base import Example, Request
 from dstrain.systems.dit import sd3, weights
 from dstrain.systems.dit.align import add_internal_guidance
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import translate_adapters_to_layout, translate_to_layout
+from dstrain.systems.dit.layouts import translate_adapters_to_layout, translate_weights_to_layout
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
-from dstrain.systems.source import gather_source
+from dstrain.systems.source import gather_class_source
 
 # Relative. diffusers computes the sinusoids of timesteps by exp in float32, dstrain in float64: 2e-5 of a prediction,
 # on CPUs with a poor exp 1e-4. Rounding errors grow along a chain: two of a picture's 255 levels.
@@ -155,8 +155,8 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
     elif _uses_stock_pipeline(system):
         kind, code = "DiTPipeline", _STOCK
     code += _DRAW.format(
-        labels=_PROMPTS if config.reads_texts else _choose_labels(system),
-        scale=_choose_guidance_scale(system),
+        labels=_PROMPTS if config.reads_texts else _choose_example_labels(system),
+        scale=_choose_example_guidance_scale(system),
         steps=system.process.card_steps,
         more=more,
     )
@@ -183,15 +183,15 @@ def save_export(
     config, network = system.config, nets["denoiser"]
     system.require_expressible()
     if config.block.joint:
-        sd3.save_pipeline(config, network, _load_first_stage(config), _build_scheduler(system), folder)
+        sd3.save_pipeline(config, network, _load_diffusers_autoencoder(config), _build_scheduler(system), folder)
         return
     if config.reads_texts:
-        _save_pixart(system, network, folder)
+        _save_pixart_pipeline(system, network, folder)
         return
-    scheduler, vae = _build_scheduler(system), _load_first_stage(config)
+    scheduler, vae = _build_scheduler(system), _load_diffusers_autoencoder(config)
     folder.mkdir(parents=True, exist_ok=True)
     if weights.describe_inexpressible_field(config) is None:
-        transformer = _build_stock_transformer(system, network)
+        transformer = _build_diffusers_transformer(system, network)
     else:
         transformer = _write_and_build_class_transformer(system, network, folder / "transformer")
     if _uses_stock_pipeline(system):
@@ -202,7 +202,7 @@ def save_export(
         add_to_model_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 
-def rename_adapters(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
+def rename_adapters_to_diffusers(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], bool]:
     """Returns the LoRA adapters in a state dict under the names of diffusers' transformer, and whether diffusers can
     load such files itself (load_lora_weights).
 
@@ -215,42 +215,44 @@ def rename_adapters(system: DiTSystem, state: Mapping[str, Tensor]) -> tuple[dic
             "--format diffusers-lora: of models with texts alone; take --format diffusers, which merges the adapters"
         )
     if config.block.joint:
-        name, transformer = "sd3", sd3.build_empty_transformer(config)
+        name, transformer = "sd3", sd3.build_transformer_on_meta(config)
     else:
-        name, transformer = "pixart", _build_empty_pixart(config)
-        _require_computed_positions(state["pos_embed"], system.build_part_on_meta("denoiser"))
+        name, transformer = "pixart", _build_pixart_on_meta(config)
+        _require_sincos_positions(state["pos_embed"], system.build_part_on_meta("denoiser"))
     theirs = list(transformer.state_dict())
     adapters = translate_adapters_to_layout(state, name, theirs, config.get_network_shape()["depth"])
     return adapters, hasattr(transformer, "load_lora_adapter")
 
 
-def _build_empty_pixart(config: Config) -> nn.Module:
+def _build_pixart_on_meta(config: Config) -> nn.Module:
     """Returns a PixArtTransformer2DModel for `config` on torch's meta device: its weights have shapes but no values."""
     from diffusers import PixArtTransformer2DModel
 
     with torch.device("meta"):
         return PixArtTransformer2DModel(
-            **weights.make_pixart_arguments(config),
+            **weights.make_diffusers_pixart_arguments(config),
             interpolation_scale=config.interpolation_scale,
             use_additional_conditions=config.size_conditions,
         )
 
 
-def _save_pixart(system: DiTSystem, network: DiT, folder: Path) -> None:
+def _save_pixart_pipeline(system: DiTSystem, network: DiT, folder: Path) -> None:
     from diffusers import PixArtAlphaPipeline
 
-    _require_computed_positions(network.pos_embed, network)
-    transformer = _build_empty_pixart(system.config)
+    _require_sincos_positions(network.pos_embed, network)
+    transformer = _build_pixart_on_meta(system.config)
     state = _copy_weights_in_float32(network)
-    transformer.load_state_dict(translate_to_layout(state, "pixart", list(transformer.state_dict())), assign=True)
+    transformer.load_state_dict(
+        translate_weights_to_layout(state, "pixart", list(transformer.state_dict())), assign=True
+    )
     text_encoder, tokenizer = load_t5(system.config.text_encoder)
-    vae, scheduler = _load_first_stage(system.config), _build_scheduler(system)
+    vae, scheduler = _load_diffusers_autoencoder(system.config), _build_scheduler(system)
     folder.mkdir(parents=True, exist_ok=True)
     PixArtAlphaPipeline(tokenizer, text_encoder, vae, transformer, scheduler).save_pretrained(folder)
 
 
 @torch.no_grad()
-def measure_errors(
+def measure_export_errors(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
     """Returns how far predictions of the exported network are from the trained network's, at timesteps spread over the
@@ -264,12 +266,12 @@ def measure_errors(
     if config.reads_texts:
         return _measure_errors_with_texts(system, nets, folder, example)
     own = list((folder / "transformer").glob("network_*.py"))
-    kind = _import_class(own[0]) if own else DiTTransformer2DModel
+    kind = _import_class_transformer(own[0]) if own else DiTTransformer2DModel
     exported = kind.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
     t = system.process.make_even_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
-    network = _make_expected_predictor(system, nets)
+    network = _make_reference_predictor(system, nets)
     results = {"with label": measure_relative_error(exported(x, t, y).sample, network(x, t, y=y))}
     if config.class_dropout_prob:
         truth = network(x, t, y=torch.full_like(y, config.num_classes))
@@ -291,7 +293,7 @@ def _measure_errors_with_texts(
     if pooled_dim:  # whose pipeline reads all tokens
         cases["with text"]["mask"] = torch.ones_like(cases["with text"]["mask"])
     if system.config.class_dropout_prob:
-        cases["without text"] = system.network_conditions[0].make_null(cases["with text"])
+        cases["without text"] = system.network_conditions[0].make_null_arguments(cases["with text"])
     sizes, added = {}, None
     if system.config.size_conditions:
         size = example["size"][:_COUNT]
@@ -299,7 +301,7 @@ def _measure_errors_with_texts(
     results = {}
     for name, arguments in cases.items():
         if pooled_dim:
-            found = sd3.predict_with_exported(exported, x, t, arguments["text"], pooled_dim)
+            found = sd3.predict_with_exported_transformer(exported, x, t, arguments["text"], pooled_dim)
         else:
             found = exported(
                 x,
@@ -317,13 +319,13 @@ def draw_reference_outputs(system: DiTSystem, nets: Mapping[str, nn.Module]) -> 
     """Draws, with the trained network and our sampler, what the code of `describe_export` should draw from the same
     noise: images uint8 (B, C, H, W), or latents if no autoencoder decodes them.
     """
-    config, seeds = system.config, torch.arange(len(_choose_labels(system)), device=group.device())
+    config, seeds = system.config, torch.arange(len(_choose_example_labels(system)), device=group.device())
     noise = torch.randn(len(seeds), *system.shape, generator=torch.Generator().manual_seed(0)).to(seeds.device)
     channels = None if _uses_stock_pipeline(system) else config.guidance_channels
     prompts = system.conditions_from_texts(_PROMPTS) if config.reads_texts else {}
-    arguments, null = system.read_request(Request(seeds, prompts))
+    arguments, null = system.make_conditional_and_negative_arguments(Request(seeds, prompts))
     network = samplers.make_guided_network(
-        _make_predictor(system, nets), arguments, null, _choose_guidance_scale(system), channels
+        _make_trained_predictor(system, nets), arguments, null, _choose_example_guidance_scale(system), channels
     )
     x = system.process.draw_as_diffusers(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
@@ -331,7 +333,7 @@ def draw_reference_outputs(system: DiTSystem, nets: Mapping[str, nn.Module]) -> 
     return convert_to_uint8(system.first_stage.decode(x) if system.first_stage else x)
 
 
-def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
+def _make_trained_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
     """Returns the trained network as a function of x, t and conditions; with internal guidance if it has a
     second head.
     """
@@ -339,11 +341,11 @@ def _make_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callabl
     return add_internal_guidance(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
 
 
-def _make_expected_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
+def _make_reference_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
     """Returns a function of x, t and conditions that predicts, with the trained network, what the exported network
     should: with internal guidance if there is a second head, and converted to velocities for a flow.
     """
-    network, process = _make_predictor(system, nets), system.process
+    network, process = _make_trained_predictor(system, nets), system.process
     if system.config.objective != "flow":
         return network
 
@@ -355,11 +357,11 @@ def _make_expected_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -
     return predict_velocities
 
 
-def _choose_labels(system: DiTSystem) -> list[int]:
+def _choose_example_labels(system: DiTSystem) -> list[int]:
     return list(range(len(_PROMPTS) if system.config.reads_texts else min(2, system.config.num_classes)))
 
 
-def _choose_guidance_scale(system: DiTSystem) -> float:
+def _choose_example_guidance_scale(system: DiTSystem) -> float:
     return _SCALE if system.config.class_dropout_prob else 1.0
 
 
@@ -388,7 +390,7 @@ def _uses_stock_pipeline(system: DiTSystem) -> bool:
     )
 
 
-def _require_computed_positions(positions: Tensor, network: DiT) -> None:
+def _require_sincos_positions(positions: Tensor, network: DiT) -> None:
     """Raises ConfigError unless `positions` (1, N, D) are the sines of the network's grid, since diffusers'
     transformers compute these themselves.
     """
@@ -400,20 +402,20 @@ def _require_computed_positions(positions: Tensor, network: DiT) -> None:
         )
 
 
-def _build_stock_transformer(system: DiTSystem, network: DiT) -> nn.Module:
+def _build_diffusers_transformer(system: DiTSystem, network: DiT) -> nn.Module:
     """Returns the trained network as a DiTTransformer2DModel of diffusers. Raises ConfigError if its positions are not
     those that this class computes.
     """
     from diffusers import DiTTransformer2DModel
 
     config = system.config
-    _require_computed_positions(network.pos_embed, network)
+    _require_sincos_positions(network.pos_embed, network)
     rows = _NULL if _uses_stock_pipeline(system) else config.num_classes
     state = weights.rename_to_diffusers(
         _copy_weights_in_float32(network), len(network.blocks), rows, bool(config.class_dropout_prob)
     )
     with torch.device("meta"):
-        transformer = DiTTransformer2DModel(**weights.make_dit_arguments(config), num_embeds_ada_norm=rows)
+        transformer = DiTTransformer2DModel(**weights.make_diffusers_dit_arguments(config), num_embeds_ada_norm=rows)
     transformer.load_state_dict(state, assign=True)
     return transformer
 
@@ -425,7 +427,7 @@ def _write_and_build_class_transformer(system: DiTSystem, network: DiT, folder: 
     """
     from dstrain.systems.dit.transformer import ClassTransformer
 
-    source = gather_source(ClassTransformer, {"dstrain.nn.sequence": _ALONE})
+    source = gather_class_source(ClassTransformer, {"dstrain.nn.sequence": _ALONE})
     path = folder / f"network_{hashlib.sha256(source.encode()).hexdigest()[:8]}.py"
     folder.mkdir(parents=True)
     path.write_text(source, encoding="utf-8")
@@ -433,7 +435,7 @@ def _write_and_build_class_transformer(system: DiTSystem, network: DiT, folder: 
     arguments = config.make_network_arguments() | {"align": None, "routed": (0, 0)}  # which training alone reads
     if config.objective == "flow":
         flow = config.flow.model_dump(include={"path", "prediction", "t_min", "time_scale"})
-    transformer = _import_class(path)(
+    transformer = _import_class_transformer(path)(
         arguments,
         num_embeds_ada_norm=config.num_classes,
         in_channels=config.in_channels,
@@ -452,7 +454,7 @@ def _copy_weights_in_float32(network: DiT) -> dict[str, Tensor]:
     return {name: value.float().cpu() for name, value in network.state_dict().items()}
 
 
-def _import_class(path: Path) -> type[Any]:
+def _import_class_transformer(path: Path) -> type[Any]:
     """Imports a file written by `_write_and_build_class_transformer`, and returns the class ClassTransformer in it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
@@ -467,7 +469,7 @@ def _build_scheduler(system: DiTSystem) -> Any:
     return getattr(diffusers, system.process.scheduler)(**system.process.make_scheduler_arguments(velocities=True))
 
 
-def _load_first_stage(config: Config) -> nn.Module | None:
+def _load_diffusers_autoencoder(config: Config) -> nn.Module | None:
     """Returns the first stage as diffusers' autoencoder, with the scale of the run in its config; None if the model has
     no first stage. Reads it from its folder anew, since the system may have dropped its encoder.
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from dstrain.nn import fitting
 from dstrain.nn.positions import make_sincos_positions
 from dstrain.recipe import ConfigError
-from dstrain.systems.dit.align import adapt_projectors
+from dstrain.systems.dit.align import adapt_projectors_in_place
 from dstrain.systems.dit.choices import BlockChoices
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import LAYOUTS, translate_from_layout
+from dstrain.systems.dit.layouts import LAYOUTS, translate_weights_from_layout
 from dstrain.systems.dit.presets import PRESETS
 
 _CLASSES = "y_embedder.embedding_table.weight"
@@ -128,7 +128,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
     ):
         state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
     notes += fitting.redraw_resized_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
-    notes += adapt_projectors(state, shapes)
+    notes += adapt_projectors_in_place(state, shapes)
     if NULL_TEXT in shapes and NULL_TEXT not in state and any(name.startswith("text_tokens.") for name in state):
         fresh = torch.randn(shapes[NULL_TEXT], generator=torch.Generator().manual_seed(0))  # the same on every rank
         state[NULL_TEXT] = 0.02 * fresh
@@ -161,19 +161,21 @@ def _interpolate_positions(positions: Tensor, count: int, notes: list[str]) -> T
     return grid.flatten(2).transpose(1, 2).contiguous().to(positions.dtype)
 
 
-def rename_to_diffusers(state: Mapping[str, Tensor], depth: int, rows: int, has_null: bool) -> dict[str, Tensor]:
-    """Returns our weights under the names of diffusers' DiTTransformer2DModel. Its label table has `rows` rows of
+def rename_to_diffusers(
+    state: Mapping[str, Tensor], depth: int, label_rows: int, has_null_label: bool
+) -> dict[str, Tensor]:
+    """Returns our weights under the names of diffusers' DiTTransformer2DModel. Its label table has `label_rows` rows of
     labels and a last row, "no label".
 
-    depth     number of blocks.
-    rows      number of labels there. Rows for labels that our table lacks repeat "no label".
-    has_null  whether our table ends with "no label"; if not, that row is zeros.
+    depth           number of blocks.
+    label_rows      number of labels there. Rows for labels that our table lacks repeat "no label".
+    has_null_label  whether our table ends with "no label"; if not, that row is zeros.
     """
     table = state[_CLASSES]
-    classes, null = (table[:-1], table[-1:]) if has_null else (table, torch.zeros_like(table[:1]))
-    state = {**state, _CLASSES: torch.cat((classes, null.expand(rows + 1 - len(classes), -1)))}
+    classes, null = (table[:-1], table[-1:]) if has_null_label else (table, torch.zeros_like(table[:1]))
+    state = {**state, _CLASSES: torch.cat((classes, null.expand(label_rows + 1 - len(classes), -1)))}
     renamed: dict[str, Tensor] = {}
-    for name, diffusers_names in _iterate_name_pairs(depth):
+    for name, diffusers_names in _iterate_weight_name_pairs(depth):
         value = state[name]
         parts = value.chunk(3) if ".qkv." in name else [value] * len(diffusers_names)
         renamed |= {other: part.detach().clone().contiguous() for other, part in zip(diffusers_names, parts)}
@@ -189,9 +191,9 @@ def rename_from_diffusers(
     Raises ConfigError for another class, a field that differs from the recipe's, missing weights, or blocks whose
     embedders differ, since our network has one embedder for all blocks.
     """
-    _require_same_config(diffusers_config, CLASSES, make_dit_arguments(config))
+    _require_same_config(diffusers_config, CLASSES, make_diffusers_dit_arguments(config))
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
-    for name, diffusers_names in _iterate_name_pairs(depth):
+    for name, diffusers_names in _iterate_weight_name_pairs(depth):
         missing = [other for other in diffusers_names if other not in unused]
         if missing:
             raise ConfigError(f"weights: {missing[0]} is missing, num_layers in config.json is {depth}; fetch it again")
@@ -216,8 +218,8 @@ def rename_from_pixart(
     diffusers_config: the content of its config.json. Raises ConfigError for another class, or a field that differs from
     the recipe's.
     """
-    LAYOUTS["pixart"].require_trained_as("pixart", config)
-    _require_same_config(diffusers_config, PIXART_CLASSES, make_pixart_arguments(config))
+    LAYOUTS["pixart"].require_matching_training("pixart", config)
+    _require_same_config(diffusers_config, PIXART_CLASSES, make_diffusers_pixart_arguments(config))
     size, scale = diffusers_config["sample_size"], diffusers_config.get("interpolation_scale")
     if scale is None:
         scale = max(size // 64, 1)  # as diffusers fills it in
@@ -235,31 +237,32 @@ def rename_from_pixart(
             "data.size_conditions=true and model.size_embedding=pixart"
         )
     depth, grid = diffusers_config["num_layers"], size // diffusers_config["patch_size"]
-    return translate_from_layout(state, "pixart", depth, grid, scale=config.interpolation_scale)
+    return translate_weights_from_layout(state, "pixart", depth, grid, position_scale=config.interpolation_scale)
 
 
-def project_states(states: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+def project_text_states_by_weights(states: Tensor, projection_weights: Mapping[str, Tensor]) -> Tensor:
     """Maps a text encoder's states to tokens, (N, E) -> (N, D), by the two layers of text_projection=mlp, whose weights
-    are in the state dict `values`.
+    are in the state dict `projection_weights`.
     """
     first, last = (
-        [values[f"text_tokens.{layer}.{kind}"].float() for kind in ("weight", "bias")] for layer in ("fc1", "fc2")
+        [projection_weights[f"text_tokens.{layer}.{kind}"].float() for kind in ("weight", "bias")]
+        for layer in ("fc1", "fc2")
     )
     return F.linear(F.gelu(F.linear(states, *first), approximate="tanh"), *last)
 
 
-def make_pixart_arguments(config: Config) -> dict[str, Any]:
+def make_diffusers_pixart_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments with which diffusers' PixArtTransformer2DModel builds the network of this config,
     all but those on sizes and positions.
     """
-    return make_dit_arguments(config) | {
+    return make_diffusers_dit_arguments(config) | {
         "norm_type": "ada_norm_single",
         "caption_channels": config.text_encodings_dim,
         "cross_attention_dim": config.get_network_shape()["hidden_size"],
     }
 
 
-def _iterate_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
+def _iterate_weight_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
     """Yields our name of each weight with a list of diffusers' names: three for a qkv, one for each block for an
     embedder's weight (each block there has a copy), and a single one for all other weights.
     """
@@ -293,7 +296,7 @@ def _merge_equal_copies(copies: dict[str, Tensor]) -> Tensor:
     return first
 
 
-def _remove_padding_rows(table: Tensor, config: Config, notes: list[str]) -> Tensor:
+def _remove_padding_rows(label_table: Tensor, config: Config, notes: list[str]) -> Tensor:
     """Returns a label table without the rows that diffusers adds as padding: the rows from num_classes on, if all of
     them are equal. Returns a table without such rows unchanged.
 
@@ -301,13 +304,15 @@ def _remove_padding_rows(table: Tensor, config: Config, notes: list[str]) -> Ten
     appends a note to `notes`.
     """
     count = config.num_classes
-    if len(table) <= count or not torch.equal(table[count:], table[-1:].expand_as(table[count:])):
-        return table
+    if len(label_table) <= count or not torch.equal(
+        label_table[count:], label_table[-1:].expand_as(label_table[count:])
+    ):
+        return label_table
     if config.class_dropout_prob:
-        return torch.cat((table[:count], table[-1:]))
-    if table[-1].any():
+        return torch.cat((label_table[:count], label_table[-1:]))
+    if label_table[-1].any():
         notes.append(f"{_CLASSES}: the row of no label is left, since class_dropout_prob is 0")
-    return table[:count]
+    return label_table[:count]
 
 
 def _require_same_config(diffusers_config: Mapping[str, Any], classes: Sequence[str], expected: dict[str, Any]) -> None:
@@ -337,7 +342,7 @@ def require_same_network(diffusers_config: Mapping[str, Any], config: Config) ->
             )
 
 
-def list_target_differences(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
+def list_objective_differences(diffusers_config: Mapping[str, Any], config: Config) -> list[str]:
     """Returns one note, in a list, if the weights of an export by dstrain were trained for another objective or
     prediction than the recipe's; else []. diffusers_config: the content of its config.json.
     """
@@ -422,7 +427,7 @@ def _require_expressible_by_pixart(config: Config) -> None:
         )
 
 
-def make_dit_arguments(config: Config) -> dict[str, Any]:
+def make_diffusers_dit_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments with which diffusers' DiTTransformer2DModel builds the network of this config, all
     but the size of the label table.
     """

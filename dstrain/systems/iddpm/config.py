@@ -94,7 +94,7 @@ class Config(SystemConfig):
 
     @field_validator("attention_resolutions", "channel_mult", mode="before")
     @classmethod
-    def _split_flag(cls, value: Any) -> Any:
+    def _split_comma_separated_flag(cls, value: Any) -> Any:
         """Converts a value written as a flag of the original's command line to a tuple: "16,8" to ("16", "8"), and 16
         to (16,). Returns any other value unchanged.
         """
@@ -104,7 +104,7 @@ class Config(SystemConfig):
 
     @field_validator("timestep_respacing", mode="before")
     @classmethod
-    def _join_sections(cls, value: Any) -> Any:
+    def _join_respacing_sections(cls, value: Any) -> Any:
         """Converts a list of numbers for timestep_respacing to text, as the original writes it: [10, 15, 20] to
         "10,15,20". Returns any other value unchanged.
         """
@@ -124,7 +124,7 @@ class Config(SystemConfig):
                 f"channel_mult must be given where image_size is {self.image_size}, for example "
                 f"{_propose_channel_mult(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}"
             )
-        mults, sides = self.mults, self.sides
+        mults, sides = self.resolved_channel_mult, self.level_sides
         if not mults or min(mults) < 1:
             raise ConfigError(
                 f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
@@ -152,7 +152,7 @@ class Config(SystemConfig):
             )
         if self.num_heads_upsample == 0:
             raise ConfigError("num_heads_upsample 0 is no number of heads; -1 means num_heads")
-        self._require_divisible_heads()
+        self._require_heads_divide_channels()
         if self.small_size is not None and (self.image_size % self.small_size or self.small_size == self.image_size):
             raise ConfigError(
                 f"small_size {self.small_size} does not divide image_size {self.image_size} into a "
@@ -173,14 +173,18 @@ class Config(SystemConfig):
             ) from None
         return self
 
-    def _require_divisible_heads(self) -> None:
+    def _require_heads_divide_channels(self) -> None:
         """Raises ConfigError if num_heads, or num_heads_upsample, does not divide the channels of a level that has
         attention.
         """
-        with_attention = {factor for factor, side in zip(self.mults, self.sides) if side in self.attention_resolutions}
+        with_attention = {
+            factor
+            for factor, side in zip(self.resolved_channel_mult, self.level_sides)
+            if side in self.attention_resolutions
+        }
         for key, heads, factors in (
-            ("num_heads", self.num_heads, with_attention | {self.mults[-1]}),
-            ("num_heads_upsample", self.heads_upsample, with_attention),
+            ("num_heads", self.num_heads, with_attention | {self.resolved_channel_mult[-1]}),
+            ("num_heads_upsample", self.resolved_heads_upsample, with_attention),
         ):
             widths = [factor * self.num_channels for factor in sorted(factors)]
             if indivisible := [width for width in widths if width % heads]:
@@ -226,7 +230,7 @@ class Config(SystemConfig):
         it.
         """
         wide, high = size or (self.image_size, self.image_size)
-        unit = 2 ** (len(self.mults) - 1)
+        unit = 2 ** (len(self.resolved_channel_mult) - 1)
         if wide % unit or high % unit:
             raise ConfigError(f"{wide} x {high}: both sides must be multiples of {unit}")
         return self.in_channels, high, wide
@@ -242,19 +246,19 @@ class Config(SystemConfig):
         return self.class_cond and self.class_dropout_prob > 0
 
     @property
-    def mults(self) -> tuple[int, ...]:
+    def resolved_channel_mult(self) -> tuple[int, ...]:
         """Returns, for each level, its width as a multiple of num_channels: channel_mult or, if that is None, the
         published one for image_size.
         """
         return self.channel_mult if self.channel_mult is not None else CHANNEL_MULT[self.image_size]
 
     @property
-    def sides(self) -> tuple[int, ...]:
+    def level_sides(self) -> tuple[int, ...]:
         """Returns the side of each level's feature maps for images of image_size, in pixels, the largest first."""
-        return tuple(self.image_size // 2**level for level in range(len(self.mults)))
+        return tuple(self.image_size // 2**level for level in range(len(self.resolved_channel_mult)))
 
     @property
-    def heads_upsample(self) -> int:
+    def resolved_heads_upsample(self) -> int:
         """Returns the number of attention heads in the blocks on the way up: num_heads_upsample, or num_heads if that
         is -1.
         """
@@ -279,10 +283,10 @@ class Config(SystemConfig):
         }
         return {
             **self.model_dump(include=fields),
-            "channel_mult": self.mults,
+            "channel_mult": self.resolved_channel_mult,
             "num_classes": self.num_classes + self.has_null if self.class_cond else None,
-            "attention_levels": [self.sides.index(side) for side in self.attention_resolutions],
-            "num_heads_upsample": self.heads_upsample,
+            "attention_levels": [self.level_sides.index(side) for side in self.attention_resolutions],
+            "num_heads_upsample": self.resolved_heads_upsample,
         }
 
     def make_diffusion_arguments(self) -> dict[str, Any]:

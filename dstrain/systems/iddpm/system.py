@@ -86,7 +86,7 @@ class IDDPMSystem(System):
         """
         if self.config.has_null:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
-            example = example | {"label": torch.where(dropped, self.config.num_classes, _get_label(example))}
+            example = example | {"label": torch.where(dropped, self.config.num_classes, _get_labels(example))}
         seen = {}
         if self.watched:
             t, weight = self.timesteps.sample(rng.uniform(example["key"], "timestep"))
@@ -117,9 +117,9 @@ class IDDPMSystem(System):
         """Returns the loss and other terms of each sample, (B,), at times t (B,). None: times are drawn from the
         samples' keys.
         """
-        return self.process.compute_losses_at_drawn_times(self.bind_conditions(nets, example), example, t)
+        return self.process.compute_losses_at_drawn_times(self.make_conditional_network(nets, example), example, t)
 
-    def bind_conditions(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
+    def make_conditional_network(self, nets: Nets, conditions: dict[str, Tensor]) -> Network:
         """Returns a function of x_t and t that returns the denoiser's output for these conditions. Ignores conditions
         that the network does not take.
         """
@@ -131,9 +131,9 @@ class IDDPMSystem(System):
         labels, if the model is class-conditional. Raises ConfigError if such a model is given no labels.
         """
         arguments = {"low_res": conditions["low_res"]} if self.starts_from_data else {}
-        return arguments | ({"y": _get_label(conditions)} if self.config.class_cond else {})
+        return arguments | ({"y": _get_labels(conditions)} if self.config.class_cond else {})
 
-    def bind_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
+    def make_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns a function of x_t and t that returns the denoiser's output for these conditions, with classifier-free
         guidance by the request's scale, interval and rescaling.
 
@@ -163,7 +163,7 @@ class IDDPMSystem(System):
         num_steps: how many timesteps of a chain to visit; None: all, or those that timestep_respacing keeps. For a
         flow: how many calls of the network to make; None: 100.
         """
-        network = self.bind_conditions(nets, example)
+        network = self.make_conditional_network(nets, example)
         terms = self.process.measure_bits_per_dim(network, example["x_start"], example["key"], num_steps, progress)
         if "mse" not in terms:  # a chain's bound has the error at every timestep
             terms["loss"] = self.evaluate(nets, example)["loss"]
@@ -189,12 +189,12 @@ class IDDPMSystem(System):
             conditions.setdefault("label", request.seeds % self.config.num_classes)
             self.require_labels(conditions["label"].tolist())
         if self.starts_from_data:
-            self._require_low_res(conditions, len(request.seeds))
+            self._require_valid_low_res(conditions, len(request.seeds))
         keys, shape = rng.keys_of_seeds(request.seeds), self.config.get_image_shape(request.size)
-        x, network = rng.normal(keys, "start", shape), self.bind_guided_network(nets, conditions, request)
+        x, network = rng.normal(keys, "start", shape), self.make_guided_network(nets, conditions, request)
 
-        def draw_noise(i):
-            return rng.normal(keys, f"noise/{i}", shape)
+        def draw_noise(step):
+            return rng.normal(keys, f"noise/{step}", shape)
 
         if "invert" in conditions:
             x_start = self.encode({"image": conditions["invert"]})["x_start"]
@@ -238,7 +238,7 @@ class IDDPMSystem(System):
         """Returns images (B, C, H, W) shrunk to squares of small_size by averaging pixels."""
         return F.interpolate(pixels, self.config.small_size, mode="area")
 
-    def _require_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
+    def _require_valid_low_res(self, conditions: dict[str, Tensor], count: int) -> None:
         """Raises ConfigError if conditions["low_res"] is missing, or is not `count` pictures of small_size."""
         if "low_res" not in conditions:
             raise ConfigError(
@@ -288,7 +288,7 @@ class IDDPMSystem(System):
         self.timesteps.load_state_dict(state)
 
 
-def _get_label(conditions: dict[str, Tensor]) -> Tensor:
+def _get_labels(conditions: dict[str, Tensor]) -> Tensor:
     """Returns the labels among `conditions`, int64 (B,). Raises ConfigError if there are none."""
     if "label" not in conditions:
         raise ConfigError("label: the data hold none, and class_cond is set; give labels, or class_cond=false")

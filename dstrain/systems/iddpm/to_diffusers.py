@@ -32,7 +32,7 @@ from dstrain.systems.iddpm.system import IDDPMSystem
 # The largest relative errors: convolutions and attention of other shapes round differently. "code" allows two of 255
 # levels.
 TOLERATED = {"prediction": 1e-4, "without label": 1e-4, "code": 2.5 / 255}
-_COUNT, _DRAWN = 4, 2  # samples in `measure_errors`; samples that the code of `describe_export` draws
+_COUNT, _DRAWN = 4, 2  # samples in `measure_export_errors`; samples that the code of `describe_export` draws
 _SCALE = 2.0  # guidance_scale in that code, if the model has a null label
 _STOCK = """\
 import torch
@@ -69,7 +69,7 @@ def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
             f"{config.small_size} picture stretched to {config.image_size} x {config.image_size}"
         )
     if config.class_cond:
-        inputs.insert(0, f"class_labels={_choose_labels(system)}")
+        inputs.insert(0, f"class_labels={_choose_example_labels(system)}")
         inputs += [f"guidance_scale={_SCALE:g}"] if config.has_null else []
     if config.learn_sigma:
         notes.append(
@@ -78,7 +78,7 @@ def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
         )
     code = _OWN if inputs else _STOCK
     if system.starts_from_data:
-        code += _LOW_RES.format(shape=", ".join(map(str, _choose_small_shape(system))))
+        code += _LOW_RES.format(shape=", ".join(map(str, _choose_example_low_res_shape(system))))
     arguments = ", ".join(inputs or [f"batch_size={_DRAWN}"])
     code += _DRAW.format(inputs=arguments, steps=find_largest_divisor(config.diffusion_steps))
     return "UNet2DModel" if inputs else "DDPMPipeline", "; ".join(notes), code
@@ -119,7 +119,7 @@ def save_export(
 
 
 @torch.no_grad()
-def measure_errors(
+def measure_export_errors(
     system: IDDPMSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
     """Returns how far predictions of the exported UNet are from the trained network's: largest difference / largest
@@ -135,7 +135,7 @@ def measure_errors(
     if config.class_cond:
         conditions["label"] = rng.integers(key, "label", config.num_classes)
     if system.starts_from_data:
-        conditions["low_res"] = rng.normal(key, "low_res", _choose_small_shape(system)[1:])
+        conditions["low_res"] = rng.normal(key, "low_res", _choose_example_low_res_shape(system)[1:])
         stretched = F.interpolate(conditions["low_res"], x.shape[-2:], mode="bilinear", align_corners=False)
         seen = torch.cat((x, stretched), dim=1)
     t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
@@ -145,7 +145,9 @@ def measure_errors(
     return {
         name: measure_relative_error(
             exported(seen, t, class_labels=label).sample,
-            system.bind_conditions(nets, conditions | {"label": label})(x, system.diffusion.scale_timesteps(t)),
+            system.make_conditional_network(nets, conditions | {"label": label})(
+                x, system.diffusion.scale_timesteps(t)
+            ),
         )
         for name, label in given.items()
     }
@@ -157,9 +159,11 @@ def draw_reference_outputs(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -
     draw from the same noise. Returns them as uint8 (B, C, H, W).
     """
     generator, device, conditions = torch.Generator().manual_seed(0), group.device(), {}
-    labels, steps = _choose_labels(system), find_largest_divisor(system.config.diffusion_steps)
+    labels, steps = _choose_example_labels(system), find_largest_divisor(system.config.diffusion_steps)
     if system.starts_from_data:
-        conditions["low_res"] = (torch.rand(_choose_small_shape(system), generator=generator) * 2 - 1).to(device)
+        conditions["low_res"] = (torch.rand(_choose_example_low_res_shape(system), generator=generator) * 2 - 1).to(
+            device
+        )
     if system.config.class_cond:
         conditions["label"] = torch.tensor(labels, device=device)
 
@@ -167,7 +171,7 @@ def draw_reference_outputs(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -
         return torch.randn(len(labels), *system.shape, generator=generator).to(device)
 
     scale = _SCALE if system.config.has_null else 1.0
-    network = system.bind_guided_network(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
+    network = system.make_guided_network(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
     return convert_to_uint8(
         samplers.sample_ancestral(
             system.diffusion.respace(str(steps)), network, draw_normal(), draw_normal, clip_denoised=True
@@ -175,12 +179,12 @@ def draw_reference_outputs(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -
     )
 
 
-def _choose_labels(system: IDDPMSystem) -> list[int]:
+def _choose_example_labels(system: IDDPMSystem) -> list[int]:
     """Returns the labels of the images that the code of `describe_export` draws; 0 for each if the model takes none."""
     return [number % (system.config.num_classes if system.config.class_cond else 1) for number in range(_DRAWN)]
 
 
-def _choose_small_shape(system: IDDPMSystem) -> tuple[int, ...]:
+def _choose_example_low_res_shape(system: IDDPMSystem) -> tuple[int, ...]:
     """Returns the shape (N, C, h, w) of the small pictures in the code of `describe_export`."""
     return _DRAWN, system.config.in_channels, system.config.small_size, system.config.small_size
 

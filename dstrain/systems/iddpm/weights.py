@@ -78,9 +78,11 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     """
     shapes = fitting.list_shapes(network)
     state = dict(state)
-    notes = _fit_null_row(state, config) if config.class_cond and _LABELS in state else []
+    notes = _add_or_remove_null_row(state, config) if config.class_cond and _LABELS in state else []
     notes += fitting.redraw_resized_table(state, shapes, _LABELS, std=1.0)
-    fitting.require_matching_shapes(state, shapes, sorted(shapes.keys() | state.keys(), key=_make_sort_key), _REMEDIES)
+    fitting.require_matching_shapes(
+        state, shapes, sorted(shapes.keys() | state.keys(), key=_make_network_order_key), _REMEDIES
+    )
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [
         f"{name}={value}"
@@ -91,7 +93,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     return state, notes
 
 
-def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
+def _add_or_remove_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
     """Changes the label table in `state`, in place: adds a null row, the mean of all rows, if the model needs one and
     the table has none; removes the null row if the model has none.
 
@@ -114,11 +116,11 @@ def _fit_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
     ]
 
 
-def _make_sort_key(name: str) -> tuple[int, ...]:
+def _make_network_order_key(weight_name: str) -> tuple[int, ...]:
     """Returns a key that sorts names of weights in the order of the network, from input to output."""
     return tuple(
         int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
-        for word in name.split(".")
+        for word in weight_name.split(".")
     )
 
 
@@ -161,13 +163,13 @@ def make_diffusers_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments with which diffusers' UNet2DModel builds the network of this config. Raises
     ConfigError if UNet2DModel cannot express one of the flags.
     """
-    if config.mults[0] != 1:
+    if config.resolved_channel_mult[0] != 1:
         raise ConfigError(
             f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
-            f"sinusoids, num_channels, and channel_mult begins with {config.mults[0]}; take safetensors"
+            f"sinusoids, num_channels, and channel_mult begins with {config.resolved_channel_mult[0]}; take safetensors"
         )
-    attends = [side in config.attention_resolutions for side in config.sides]
-    learned = _needs_time_table(config)
+    attends = [side in config.attention_resolutions for side in config.level_sides]
+    learned = _needs_timestep_table(config)
     return {
         "sample_size": config.image_size,
         "center_input_sample": False,
@@ -178,7 +180,7 @@ def make_diffusers_arguments(config: Config) -> dict[str, Any]:
         "flip_sin_to_cos": True,
         "down_block_types": tuple("AttnDownBlock2D" if attention else "DownBlock2D" for attention in attends),
         "up_block_types": tuple("AttnUpBlock2D" if attention else "UpBlock2D" for attention in reversed(attends)),
-        "block_out_channels": tuple(factor * config.num_channels for factor in config.mults),
+        "block_out_channels": tuple(factor * config.num_channels for factor in config.resolved_channel_mult),
         "layers_per_block": config.num_res_blocks,
         "downsample_padding": 1,
         "dropout": config.dropout,
@@ -197,11 +199,11 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
     """Returns a copy of our weights under the names of a UNet2DModel built with `make_diffusers_arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
-        for name, diffusers_name in _pair_layer_names_with_diffusers(config)
+        for name, diffusers_name in _iterate_layer_name_pairs(config)
         for kind in ("weight", "bias")
         if f"{name}.{kind}" in state
     }
-    for name, diffusers_name, heads in _iterate_attention_names(config):
+    for name, diffusers_name, heads in _iterate_attention_name_pairs(config):
         output = f"{diffusers_name}.to_out.0.weight"
         renamed[output] = renamed[output].squeeze(2)
         for kind in ("weight", "bias"):
@@ -209,8 +211,8 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
             rows = rows.view(heads, 3, -1, *rows.shape[1:2])  # (heads, 3, d, C or nothing)
             for third, part in zip(_QKV, rows.unbind(1)):
                 renamed[f"{diffusers_name}.{third}.{kind}"] = part.flatten(0, 1)
-    if _needs_time_table(config):
-        renamed[_TIMES] = _compute_time_features(config)
+    if _needs_timestep_table(config):
+        renamed[_TIMES] = _compute_timestep_table(config)
     return {name: value.detach().clone().contiguous() for name, value in renamed.items()}
 
 
@@ -225,20 +227,20 @@ def rename_from_diffusers(
     """
     _require_same_config(diffusers_config, config)
     state, renamed = dict(state), {}
-    expected = _compute_time_features(config)
+    expected = _compute_timestep_table(config)
     times = state.pop(_TIMES, expected)
     if times.shape != expected.shape or not torch.allclose(times.float(), expected, rtol=0, atol=1e-5):
         raise ConfigError(
             f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
             f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with"
         )
-    for name, diffusers_name, heads in _iterate_attention_names(config):
+    for name, diffusers_name, heads in _iterate_attention_name_pairs(config):
         for kind in ("weight", "bias"):
             parts = [state.pop(f"{diffusers_name}.{third}.{kind}", None) for third in _QKV]
             if all(part is not None for part in parts):
                 rows = torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
                 renamed[f"{name}.qkv.{kind}"] = rows[..., None] if kind == "weight" else rows
-    for name, diffusers_name in _pair_layer_names_with_diffusers(config):
+    for name, diffusers_name in _iterate_layer_name_pairs(config):
         for kind in ("weight", "bias"):
             if (value := state.pop(f"{diffusers_name}.{kind}", None)) is not None:
                 is_map = name.endswith(".proj_out") and kind == "weight"
@@ -262,7 +264,7 @@ def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) ->
         loaded["attn_norm_num_groups"] = loaded["norm_num_groups"]
     if expected["num_class_embeds"] is not None and loaded["num_class_embeds"] is not None:
         del expected["num_class_embeds"]  # `adapt_weights` takes another number of rows
-    heads, needed = (_count_heads(config, values["attention_head_dim"]) for values in (loaded, expected))
+    heads, needed = (_list_head_counts(config, values["attention_head_dim"]) for values in (loaded, expected))
     del expected["attention_head_dim"]  # None and one width for all may mean the same
     fitting.require_matching_diffusers_config(loaded, ("UNet2DModel",), "iddpm", expected, _FIELDS)
     if heads != needed:
@@ -272,20 +274,20 @@ def _require_same_config(diffusers_config: Mapping[str, Any], config: Config) ->
         )
 
 
-def _count_heads(config: Config, width: int | None) -> list[int]:
-    """Returns the number of attention heads of each level with attention, then that of the middle block. width:
+def _list_head_counts(config: Config, head_width: int | None) -> list[int]:
+    """Returns the number of attention heads of each level with attention, then that of the middle block. head_width:
     channels of each head (attention_head_dim of diffusers); None: each has one head.
     """
-    return [1 if width is None else channels // width for channels in _list_channels_with_attention(config)]
+    return [1 if head_width is None else channels // head_width for channels in _list_attention_channels(config)]
 
 
-def _list_channels_with_attention(config: Config) -> list[int]:
+def _list_attention_channels(config: Config) -> list[int]:
     """Returns the number of channels of each level with attention, then that of the middle block."""
     return [
         factor * config.num_channels
-        for factor, side in zip(config.mults, config.sides)
+        for factor, side in zip(config.resolved_channel_mult, config.level_sides)
         if side in config.attention_resolutions
-    ] + [config.mults[-1] * config.num_channels]
+    ] + [config.resolved_channel_mult[-1] * config.num_channels]
 
 
 def _compute_head_width(config: Config) -> int | None:
@@ -293,11 +295,11 @@ def _compute_head_width(config: Config) -> int | None:
     diffusers cannot express the heads: if they differ in width between levels, or in number between the ways down and
     up.
     """
-    widths = sorted({channels // config.num_heads for channels in _list_channels_with_attention(config)})
-    if config.attention_resolutions and config.heads_upsample != config.num_heads:
+    widths = sorted({channels // config.num_heads for channels in _list_attention_channels(config)})
+    if config.attention_resolutions and config.resolved_heads_upsample != config.num_heads:
         raise ConfigError(
             f"num_heads_upsample: diffusers' UNet2DModel has as many heads on the way up as on the way "
-            f"down, and these are {config.heads_upsample} and {config.num_heads}; take safetensors"
+            f"down, and these are {config.resolved_heads_upsample} and {config.num_heads}; take safetensors"
         )
     if config.num_heads == 1:
         return None
@@ -310,25 +312,25 @@ def _compute_head_width(config: Config) -> int | None:
     return widths[0]
 
 
-def _needs_time_table(config: Config) -> bool:
+def _needs_timestep_table(config: Config) -> bool:
     """Returns whether UNet2DModel needs a table of the timesteps' sinusoids: True if the network sees rescaled
     timesteps other than 0, 1, 2, ...
     """
     return config.rescale_timesteps and config.diffusion_steps != 1000
 
 
-def _compute_time_features(config: Config) -> Tensor:
+def _compute_timestep_table(config: Config) -> Tensor:
     """Returns the sinusoids that the network reads for all timesteps: float32 (diffusion_steps, num_channels)."""
     scale = 1000.0 / config.diffusion_steps if config.rescale_timesteps else 1.0
     return compute_timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
-def _pair_layer_names_with_diffusers(config: Config) -> Iterator[tuple[str, str]]:
+def _iterate_layer_name_pairs(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (our name, diffusers' name) of each layer but the qkv of attentions. Some are names of layers that a
     network may not have, such as skip_connection.
     """
     yield from _ENDS.items()
-    for name, diffusers_name, kind in _iterate_block_names(config):
+    for name, diffusers_name, kind in _iterate_block_name_pairs(config):
         if kind == "change of size":
             yield name, diffusers_name
         else:
@@ -336,18 +338,25 @@ def _pair_layer_names_with_diffusers(config: Config) -> Iterator[tuple[str, str]
             yield from ((f"{name}.{a}", f"{diffusers_name}.{b}") for a, b in layers.items())
 
 
-def _iterate_attention_names(config: Config) -> Iterator[tuple[str, str, int]]:
+def _iterate_attention_name_pairs(config: Config) -> Iterator[tuple[str, str, int]]:
     """Yields (our name, diffusers' name, number of heads) of each attention."""
-    for name, diffusers_name, kind in _iterate_block_names(config):
+    for name, diffusers_name, kind in _iterate_block_name_pairs(config):
         if kind == "attention":
-            yield name, diffusers_name, config.heads_upsample if name.startswith("output") else config.num_heads
+            yield (
+                name,
+                diffusers_name,
+                config.resolved_heads_upsample if name.startswith("output") else config.num_heads,
+            )
 
 
-def _iterate_block_names(config: Config) -> Iterator[tuple[str, str, str]]:
+def _iterate_block_name_pairs(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields (our name, diffusers' name, kind) of each block in the order of the network. The kind is "residual",
     "attention" or "change of size".
     """
-    attends, last = [side in config.attention_resolutions for side in config.sides], len(config.mults) - 1
+    attends, last = (
+        [side in config.attention_resolutions for side in config.level_sides],
+        len(config.resolved_channel_mult) - 1,
+    )
     number = 0
     for level, attention in enumerate(attends):
         for index in range(config.num_res_blocks):

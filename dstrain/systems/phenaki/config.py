@@ -51,17 +51,19 @@ class Decoding(Section):
     critic_noise_schedule: Annotated[Literal["fixed", "decay", "increase"], MAY_CHANGE] = "decay"
     """Over the steps: fixed, decay (to 0 at the last), or increase (from 0)."""
 
-    def compute_temperature(self, done: float) -> float:
-        """Returns the temperature at which a decoding step draws ids. `done`, above 0 and up to 1, is the share of all
-        decoding steps that are complete after this step.
+    def compute_temperature(self, progress: float) -> float:
+        """Returns the temperature at which a decoding step draws ids. `progress`, above 0 and up to 1, is the share of
+        all decoding steps that are complete after this step.
         """
-        return self.sample_temperature * (1 - done if self.sample_temperature_schedule == "decay" else 1)
+        return self.sample_temperature * (1 - progress if self.sample_temperature_schedule == "decay" else 1)
 
-    def compute_critic_noise(self, done: float) -> float:
-        """Returns the width of the uniform noise that a decoding step adds to the critic's logits. `done`, above 0 and
-        up to 1, is the share of all decoding steps that are complete after this step.
+    def compute_critic_noise_width(self, progress: float) -> float:
+        """Returns the width of the uniform noise that a decoding step adds to the critic's logits. `progress`, above 0
+        and up to 1, is the share of all decoding steps that are complete after this step.
         """
-        return self.critic_noise * {"fixed": 1.0, "decay": 1 - done, "increase": done}[self.critic_noise_schedule]
+        return (
+            self.critic_noise * {"fixed": 1.0, "decay": 1 - progress, "increase": progress}[self.critic_noise_schedule]
+        )
 
 
 class Config(SystemConfig, ReadsTexts):

@@ -34,7 +34,7 @@ Criticize = Callable[[Tensor], Tensor]  # tokens -> the critic's logits, (B, t, 
 
 
 @torch.no_grad()
-def decode_tokens(
+def draw_unknown_tokens(
     predict: Predict,
     tokens: Tensor,
     known: Tensor,
@@ -61,18 +61,18 @@ def decode_tokens(
     if num_steps < 1:
         raise ConfigError(f"num_steps: {num_steps} steps decode nothing; take 1 at least, 18 is usual")
     if choices.order == "all":
-        return _decode_frames_together(predict, tokens, known, mask_token, key, num_steps, choices, criticize)
+        return _draw_tokens_of_all_frames(predict, tokens, known, mask_token, key, num_steps, choices, criticize)
     for end in range(1, tokens.shape[1] + 1):
         if not known[:, end - 1].all():
             last = torch.arange(end, device=tokens.device)[:, None, None] == end - 1
-            begun = _decode_frames_together(
+            begun = _draw_tokens_of_all_frames(
                 predict, tokens[:, :end], known[:, :end] | ~last, mask_token, key, num_steps, choices, criticize
             )
             tokens = torch.cat((begun, tokens[:, end:]), dim=1)
     return tokens
 
 
-def _decode_frames_together(
+def _draw_tokens_of_all_frames(
     predict: Predict,
     tokens: Tensor,
     known: Tensor,
@@ -84,7 +84,7 @@ def _decode_frames_together(
 ) -> Tensor:
     """Draws the tokens that are not `known`, of all latent frames at once, and returns all tokens, int64 (B, t, h, w).
     Each step draws all masked tokens, and all steps but the last then mask the least certain ones again. The arguments
-    are those of `decode_tokens`.
+    are those of `draw_unknown_tokens`.
     """
     shape, count = tokens.shape, tokens[0].numel()
     free = ~known.flatten(1)  # (B, N)
@@ -108,7 +108,7 @@ def _decode_frames_together(
             eligible = masked
         else:
             noise = rng.uniform(key, f"critic/{step}", (count,)) - 0.5
-            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.compute_critic_noise(done) * noise
+            confidence = -criticize(tokens.view(shape)).flatten(1) + choices.compute_critic_noise_width(done) * noise
             eligible = free
         tokens = torch.where(
             mark_lowest_scores(torch.where(eligible, confidence, torch.inf), again), mask_token, tokens

@@ -22,7 +22,7 @@ from dstrain.systems.phenaki.vocabulary import Vocabulary
 Grid = tuple[int, int, int]
 
 
-class Pass(NamedTuple):
+class MaskGitOutput(NamedTuple):
     """The outputs of `MaskGit.forward`, for the loss and for a critic."""
 
     total: Tensor  # the weighted sum of `loss`, a scalar, with gradient
@@ -62,14 +62,14 @@ class MaskGit(nn.Module):
         temperature: float = 1.0,
         judged: Tensor | None = None,
         **text: Tensor,
-    ) -> Pass:
+    ) -> MaskGitOutput:
         """Masks the tokens where `masked`, bool (B, t, h, w), is True, predicts them, and compares them with the true
-        `tokens`, int64 (B, t, h, w). Returns a Pass: the loss, and what a critic needs.
+        `tokens`, int64 (B, t, h, w). Returns a MaskGitOutput: the loss, and what a critic needs.
 
         weights              (B,), the weight in the total loss of each masked token of a sample.
         real, dropped, text  see Trunk.forward.
         uniforms             (B, N) in [0, 1), by which ids of the masked tokens are drawn at `temperature`; None: none
-                             are drawn, and Pass.filled has the true ids.
+                             are drawn, and MaskGitOutput.filled has the true ids.
         judged               int64 (B, t, h, w), tokens that the self critic judges in the same pass; None: it judges
                              none.
         """
@@ -77,12 +77,15 @@ class MaskGit(nn.Module):
         seen = torch.where(masked, self.mask_token, tokens)
         if judged is not None:  # in the same call, since an engine hooks the outputs of one call
             states, of_judged = self.trunk(
-                torch.cat((seen, judged)), _repeat_batch_twice(real), _repeat_batch_twice(dropped), **_repeat_text(text)
+                torch.cat((seen, judged)),
+                _repeat_batch_twice(real),
+                _repeat_batch_twice(dropped),
+                **_repeat_text_inputs_twice(text),
             ).chunk(2)
             critic = self.to_critic(of_judged)[..., 0].float()
         else:
             states, critic = self.trunk(seen, real, dropped, **text), None
-        places = pending.wait_for_indices()  # (M,)
+        places = pending.wait_for_masked_indices()  # (M,)
         of_masked = self.to_logits(
             states.flatten(0, 3)[places],
             None if uniforms is None else uniforms.flatten()[places],
@@ -93,15 +96,15 @@ class MaskGit(nn.Module):
         filled = tokens.flatten().scatter(0, places, of_masked.ids).view_as(tokens)
 
         # scatter writes each place once, so that no order of summation decides the last bits.
-        def sum_by_sample(x):
-            """Returns the sum of x (M,), one value for each masked token, over the masked tokens of each
-            sample: (B,).
-            """
-            return x.new_zeros(tokens.numel()).scatter(0, places, x).view(len(tokens), -1).sum(1)
+        def sum_by_sample(values):
+            """Returns the sum of `values` (M,), one a masked token, over the masked tokens of each sample: (B,)."""
+            return values.new_zeros(tokens.numel()).scatter(0, places, values).view(len(tokens), -1).sum(1)
 
-        return Pass(of_masked.total, sum_by_sample(of_masked.loss), sum_by_sample(of_masked.hits), filled, critic)
+        return MaskGitOutput(
+            of_masked.total, sum_by_sample(of_masked.loss), sum_by_sample(of_masked.hits), filled, critic
+        )
 
-    def predict(
+    def draw_masked_tokens(
         self,
         tokens: Tensor,
         real: Tensor | None,
@@ -118,7 +121,9 @@ class MaskGit(nn.Module):
         """
         if guidance_scale != 1:
             half = torch.arange(2 * len(tokens), device=tokens.device) >= len(tokens)
-            both = self.trunk(_repeat_batch_twice(tokens), _repeat_batch_twice(real), half, **_repeat_text(text))
+            both = self.trunk(
+                _repeat_batch_twice(tokens), _repeat_batch_twice(real), half, **_repeat_text_inputs_twice(text)
+            )
             with_text, null = both.float().chunk(2)
             states = (null + guidance_scale * (with_text - null)).to(both.dtype)
         else:
@@ -128,7 +133,7 @@ class MaskGit(nn.Module):
         spread = certainty.new_zeros(tokens.numel()).scatter(0, places, certainty)
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
-    def criticize(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
+    def compute_critic_logits(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
         """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). A high logit marks a
         token that was probably drawn, not given; with critic_labels=replaced, a token that is probably wrong.
         """
@@ -149,7 +154,8 @@ class TokenCritic(nn.Module):
         self, tokens: Tensor, real: Tensor | None = None, dropped: Tensor | None = None, **text: Tensor
     ) -> Tensor:
         """Returns the critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). A high logit marks a token
-        that was probably drawn (or is wrong), see MaskGit.criticize. All other arguments are those of Trunk.forward.
+        that was probably drawn (or is wrong), see MaskGit.compute_critic_logits. All other arguments are those of
+        Trunk.forward.
         """
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
@@ -159,7 +165,7 @@ def _repeat_batch_twice(x: Tensor | None) -> Tensor | None:
     return None if x is None else torch.cat((x, x))
 
 
-def _repeat_text(text: dict[str, Tensor]) -> dict[str, Tensor]:
+def _repeat_text_inputs_twice(text: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the text inputs, each concatenated with itself along the batch: (B, ...) -> (2B, ...)."""
     return {name: torch.cat((value, value)) for name, value in text.items()}
 
@@ -267,8 +273,8 @@ class Text(nn.Module):
 class Pending:
     """Finds the indices where a mask is True, and copies their number to the host while the device works on.
 
-    The copy starts in the constructor and is read in `wait_for_indices`, after the trunk has been launched. So the host
-    waits for what was launched before the trunk, and never for the trunk itself.
+    The copy starts in the constructor and is read in `wait_for_masked_indices`, after the trunk has been launched. So
+    the host waits for what was launched before the trunk, and never for the trunk itself.
     """
 
     def __init__(self, mask: Tensor) -> None:
@@ -281,7 +287,7 @@ class Pending:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def wait_for_indices(self) -> Tensor:
+    def wait_for_masked_indices(self) -> Tensor:
         """Returns the indices at which the mask is True, int64 (M,), ascending, as soon as the host has received their
         number M. On the meta device M is 2 / pi of all.
         """

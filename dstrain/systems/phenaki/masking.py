@@ -12,18 +12,19 @@ from torch import Tensor
 MEAN_RATIO = 2 / math.pi
 
 
-def compute_masked_share(u: Tensor) -> Tensor:
-    """Returns the share of tokens that are masked, cos(pi / 2 * u): (B,) -> float64 (B,). It falls from 1 at u = 0 to 0
+def compute_masked_share(uniform: Tensor) -> Tensor:
+    """Returns the share of tokens that are masked, cos(pi / 2 * uniform): (B,) -> float64 (B,). It falls from 1 at 0 to
     at u = 1.
     """
-    return torch.cos(u.double() * (math.pi / 2))
+    return torch.cos(uniform.double() * (math.pi / 2))
 
 
-def count_tokens_to_mask(u: Tensor, real: Tensor) -> Tensor:
-    """Returns how many tokens of each clip are masked in training, int64 (B,): max(1, round(real * cos(pi / 2 * u))).
-    `u`, float (B,), is in [0, 1); `real`, int64 (B,), is the number of the clip's tokens without padding.
+def count_tokens_to_mask(uniform: Tensor, num_real: Tensor) -> Tensor:
+    """Returns how many tokens of each clip are masked in training, int64 (B,): max(1, round(num_real * cos(pi / 2 *
+    uniform))). `uniform`, float (B,), is in [0, 1); `num_real`, int64 (B,), is the number of the clip's tokens without
+    padding.
     """
-    return (real * compute_masked_share(u)).round().long().clamp(min=1)
+    return (num_real * compute_masked_share(uniform)).round().long().clamp(min=1)
 
 
 def mark_lowest_scores(scores: Tensor, count: Tensor) -> Tensor:
@@ -37,11 +38,11 @@ def mark_lowest_scores(scores: Tensor, count: Tensor) -> Tensor:
     return rank < count[:, None]
 
 
-def draw_mask(u: Tensor, noise: Tensor, real: Tensor) -> Tensor:
+def choose_masked_tokens(uniform: Tensor, noise: Tensor, real: Tensor) -> Tensor:
     """Returns bool (B, N), True for the tokens that are masked in training: those with the lowest `noise`.
 
-    u      (B,) in [0, 1), which decides how many tokens of a clip are masked, see count_tokens_to_mask.
-    noise  (B, N) in [0, 1).
-    real   bool (B, N), False for padding, which is never masked.
+    uniform  (B,) in [0, 1), which decides how many tokens of a clip are masked, see count_tokens_to_mask.
+    noise    (B, N) in [0, 1).
+    real     bool (B, N), False for padding, which is never masked.
     """
-    return mark_lowest_scores(torch.where(real, noise, 2.0), count_tokens_to_mask(u, real.sum(1)))
+    return mark_lowest_scores(torch.where(real, noise, 2.0), count_tokens_to_mask(uniform, real.sum(1)))

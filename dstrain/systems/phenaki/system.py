@@ -24,12 +24,12 @@ from dstrain.encoders.reader import NAMES, Reader, draw_synthetic_texts, select_
 from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
-from dstrain.systems.beginnings import find_last_kept_frame
+from dstrain.systems.beginnings import compute_last_kept_frame
 from dstrain.systems.codec import Codec
 from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
-from dstrain.systems.phenaki.decoding import decode_tokens
-from dstrain.systems.phenaki.maskgit import MaskGit, Pass, TokenCritic
+from dstrain.systems.phenaki.decoding import draw_unknown_tokens
+from dstrain.systems.phenaki.maskgit import MaskGit, MaskGitOutput, TokenCritic
 from dstrain.systems.phenaki.tokenizer.network import mark_latent_frames_without_padding
 from dstrain.systems.phenaki.transformer import TransformerBlock
 
@@ -149,14 +149,14 @@ class PhenakiSystem(System):
         the losses of this step, the last latent frame that clips keep; None for whole clips.
         """
         # The shapes of a step depend on it, and only here does the host know the step.
-        self._cut = find_last_kept_frame(self.config.beginnings, step)
+        self._cut = compute_last_kept_frame(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
     def workload(self, step: int) -> tuple[int, ...]:
         """Returns three numbers for `step`: the parts that learn, the latent frames of a clip, and the latent frames
         that may be masked. A larger tuple means more operations.
         """
-        cut, longest = find_last_kept_frame(self.config.beginnings, step), self.config.token_shape[0]
+        cut, longest = compute_last_kept_frame(self.config.beginnings, step), self.config.token_shape[0]
         frames, masked = (longest, longest) if cut is None else (cut + 1, 1)
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
@@ -170,8 +170,8 @@ class PhenakiSystem(System):
         Changes the example: cuts its clips if this step is to have shorter ones, and stores the filled tokens for a
         critic.
         """
-        self._cut_clips(example)
-        passed, terms = self._run_maskgit(nets, example, self._draw_dropped_texts(example))
+        self._cut_clips_in_place(example)
+        passed, terms = self._run_maskgit(nets, example, self._draw_text_drop_mask(example))
         loss = passed.total
         if self.config.critic == "token":
             example["filled"] = passed.filled
@@ -188,8 +188,8 @@ class PhenakiSystem(System):
         has drawn: `loss`, a scalar with gradient, loss_each (B,), and the others of `_compute_critic_terms`. If MaskGit
         has no turn in this step, draws its tokens here. Cuts the example's clips if this step is to have shorter ones.
         """
-        self._cut_clips(example)
-        dropped = self._draw_dropped_texts(example)
+        self._cut_clips_in_place(example)
+        dropped = self._draw_text_drop_mask(example)
         if "filled" not in example:  # where the critic alone learns
             with torch.no_grad():
                 example["filled"] = self._run_maskgit(nets, example, dropped)[0].filled
@@ -216,14 +216,14 @@ class PhenakiSystem(System):
             terms["loss"] = judged["loss"]
         return terms | {f"critic_{name}": value for name, value in judged.items()}
 
-    def _draw_dropped_texts(self, example: Example) -> Tensor | None:
+    def _draw_text_drop_mask(self, example: Example) -> Tensor | None:
         """Returns bool (B,), True for samples whose text is dropped, drawn from the samples' keys with probability
         cond_drop_prob. Returns None if the model has no null text, so that none is dropped.
         """
         return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
 
-    def _run_maskgit(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[Pass, Terms]:
-        """Runs MaskGit on clips with masked tokens. Returns its Pass, and the terms of each sample, (B,) each.
+    def _run_maskgit(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[MaskGitOutput, Terms]:
+        """Runs MaskGit on clips with masked tokens. Returns its MaskGitOutput, and the terms of each sample, (B,) each.
         `dropped`, bool (B,), is True for samples whose text is replaced by the null text; None: for none. For a self
         critic the ids of masked tokens are drawn first, and stored in the example.
         """
@@ -257,10 +257,10 @@ class PhenakiSystem(System):
             key, shape = example["key"], example["tokens"].shape
             noise, ratio = rng.uniform(key, "mask", (shape[1:].numel(),)), rng.uniform(key, "mask_ratio")
             asked = self._mark_maskable_frames(example)[:, :, None, None].expand(shape)
-            example["masked"] = masking.draw_mask(ratio, noise, asked.flatten(1)).view(shape)
+            example["masked"] = masking.choose_masked_tokens(ratio, noise, asked.flatten(1)).view(shape)
         return example["masked"]
 
-    def _cut_clips(self, example: Example) -> None:
+    def _cut_clips_in_place(self, example: Example) -> None:
         """Cuts the example's clips, in place, after the latent frame that `turns` has stored. Also stores "asked", bool
         (B, t), True for the last real latent frame of each clip: only tokens of this frame are masked. Does nothing if
         this step has whole clips, or the clips are cut already.
@@ -278,7 +278,7 @@ class PhenakiSystem(System):
 
     def _mark_maskable_frames(self, example: Example) -> Tensor:
         """Returns bool (B, t), True for latent frames whose tokens may be masked: every frame without padding; in clips
-        that `_cut_clips` has cut, only the last such frame.
+        that `_cut_clips_in_place` has cut, only the last such frame.
         """
         return example["asked"] if "asked" in example else self._mark_real_frames(example)
 
@@ -306,14 +306,16 @@ class PhenakiSystem(System):
         else:
             true, judged, number, scale = replaced, masked, count, masking.MEAN_RATIO * total
 
-        def sum_over_judged(x):
-            """Returns the sum of x (B, t, h, w) over the tokens of each clip that the critic's loss counts: (B,)."""
-            return torch.where(judged, x, 0.0).flatten(1).sum(1)
+        def sum_over_judged_tokens(values):
+            """Returns the sum of `values` (B, t, h, w) over the tokens of each clip that the critic's loss counts:
+            (B,).
+            """
+            return torch.where(judged, values, 0.0).flatten(1).sum(1)
 
         each = F.binary_cross_entropy_with_logits(logits, true.to(logits.dtype), reduction="none")
         return {
-            "loss": sum_over_judged(each) / scale,
-            "accuracy": sum_over_judged(((logits > 0) == true).to(logits.dtype)) / number,
+            "loss": sum_over_judged_tokens(each) / scale,
+            "accuracy": sum_over_judged_tokens(((logits > 0) == true).to(logits.dtype)) / number,
             "replaced": (replaced & masked).flatten(1).sum(1) / count,
         }
 
@@ -357,30 +359,32 @@ class PhenakiSystem(System):
         )
         text = {name: value.to(tokens.device) for name, value in text.items()}
 
-        def get_real_frames(x):
-            """Returns the condition `real`, bool (N, t), for the latent frames that x has; None if it is not given."""
-            return None if real is None else real[:, : x.shape[1]]
+        def crop_real_mask(tokens):
+            """Returns the condition `real`, bool (N, t), for the latent frames of `tokens`; None if it is not given."""
+            return None if real is None else real[:, : tokens.shape[1]]
 
-        def predict(x, uniforms, temperature):
-            """Draws an id for each mask token of x, see decoding.Predict."""
-            return network.predict(x, get_real_frames(x), text, uniforms, temperature, request.guidance_scale)
+        def predict(tokens, uniforms, temperature):
+            """Draws an id for each mask token in `tokens`, see decoding.Predict."""
+            return network.draw_masked_tokens(
+                tokens, crop_real_mask(tokens), text, uniforms, temperature, request.guidance_scale
+            )
 
         criticize = None
         led_by_critic = self.sampler(request.sampler) == "critic"
         if led_by_critic and self.config.critic == "self":
 
-            def criticize(x):
-                """Returns the self critic's logits for tokens x, see decoding.Criticize."""
-                return network.criticize(x, get_real_frames(x), text)
+            def criticize(tokens):
+                """Returns the self critic's logits for `tokens`, see decoding.Criticize."""
+                return network.compute_critic_logits(tokens, crop_real_mask(tokens), text)
         elif led_by_critic:
 
-            def criticize(x):
-                """Returns the token critic's logits for tokens x, see decoding.Criticize."""
-                return nets["critic"](x, get_real_frames(x), None, **text)
+            def criticize(tokens):
+                """Returns the token critic's logits for `tokens`, see decoding.Criticize."""
+                return nets["critic"](tokens, crop_real_mask(tokens), None, **text)
 
         if real is not None:
             known = known | ~real[:, :, None, None]
-        return decode_tokens(
+        return draw_unknown_tokens(
             predict,
             tokens,
             known,
@@ -423,7 +427,7 @@ class PhenakiSystem(System):
         """
         video = images if images.ndim == 5 else images[:, None]
         self.config.count_latent_frames("prime", video.shape[1])
-        self.get_tokenizer().require_shape(tuple(video.shape[2:]))
+        self.get_tokenizer().require_image_shape(tuple(video.shape[2:]))
         return {"prime": video}
 
     def decays(self, name: str, weight: Tensor) -> bool:

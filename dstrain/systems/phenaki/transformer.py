@@ -188,7 +188,7 @@ class Attention(nn.Module):
 
         key, value = self.to_kv(source).chunk(2, dim=-1)
         query, key, value = self.q_norm(split_heads(self.to_q(x))), self.k_norm(split_heads(key)), split_heads(value)
-        added = _sum_biases(bias, mask, causal, query, key.shape[2])
+        added = _combine_bias_and_mask(bias, mask, causal, query, key.shape[2])
         dropout = (
             self.dropout if self.dropout and self.training else 0.0
         )  # so a graph with dropout 0 does not depend on the mode
@@ -198,7 +198,9 @@ class Attention(nn.Module):
         return self.to_out(out.transpose(1, 2).flatten(2))
 
 
-def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, count: int) -> Tensor | None:
+def _combine_bias_and_mask(
+    bias: Tensor | None, mask: Tensor | None, causal: bool, query: Tensor, num_keys: int
+) -> Tensor | None:
     """Returns the sum of all that is added to the scores of attention, (B or 1, heads or 1, N or 1, M): `bias`, and
     large negative numbers where `mask` or `causal` hides a token. Returns None if both bias and mask are None; the
     caller must then apply `causal` itself.
@@ -209,7 +211,7 @@ def _sum_biases(bias: Tensor | None, mask: Tensor | None, causal: bool, query: T
     if mask is not None:
         terms.append((~mask)[:, None, None] * query.new_full((), _HIDDEN))
     if causal:
-        terms.append(query.new_full((query.shape[2], count), _HIDDEN).triu(1))
+        terms.append(query.new_full((query.shape[2], num_keys), _HIDDEN).triu(1))
     if bias is not None:
         terms.append(bias.to(query.dtype))
     return sum(terms[1:], terms[0])
@@ -313,7 +315,7 @@ def _index_token_distances(sides: tuple[int, ...], device: torch.device) -> Tens
     return row
 
 
-def build_alibi(heads: int, count: int, like: Tensor) -> Tensor:
+def build_alibi_bias(heads: int, count: int, like: Tensor) -> Tensor:
     """Returns ALiBi's bias for `count` tokens in a row, (heads, count, count), with the dtype and device of `like`. The
     bias falls linearly with the distance of two tokens, at a different rate for each head (Press et al. 2021).
     """

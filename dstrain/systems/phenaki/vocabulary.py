@@ -59,7 +59,7 @@ class Vocabulary(Linear):
         weights   (M,), the weight of each row in the total loss; needed with targets.
         """
         count = len(x)
-        x, uniforms, targets, weights = (_pad_rows(rows) for rows in (x, uniforms, targets, weights))
+        x, uniforms, targets, weights = (_pad_rows_to_multiple(rows) for rows in (x, uniforms, targets, weights))
         if targets is not None:
             learns = torch.is_grad_enabled()  # asked here, since it is always False within a Function
             total, *of_rows = _CrossEntropy.apply(
@@ -82,7 +82,7 @@ class Vocabulary(Linear):
         return torch.cat(ids)[:count], torch.cat(certainty)[:count]
 
 
-def _pad_rows(rows: Tensor | None) -> Tensor | None:
+def _pad_rows_to_multiple(rows: Tensor | None) -> Tensor | None:
     """Adds rows of zeros, at most an eighth of the rows, so that few different sizes occur: (M, ...) -> (M', ...).
     Returns None for None.
     """

@@ -176,7 +176,7 @@ class Config(SystemConfig):
             )
 
     @property
-    def text_tokens(self) -> int:
+    def num_text_tokens(self) -> int:
         """Returns how many encoded text tokens the network reads of each sample, beside the text embedding; 0 if it
         reads none.
         """

@@ -246,7 +246,7 @@ class SharedKeyAttention(nn.Module):
         query = self.to_q(x).view(batch, count, self.heads, -1).transpose(1, 2)  # (B, heads, N, d)
         key, value = self.to_kv(x).chunk(2, dim=-1)  # (B, N, d) each
         if self.rotary_emb:
-            query, key = rotate_pairs(query), rotate_pairs(key)
+            query, key = apply_rotary_positions(query), apply_rotary_positions(key)
         key, value = (
             torch.cat((null.expand(batch, 1, -1), tokens), dim=1)[:, None].expand(-1, self.heads, -1, -1)
             for null, tokens in zip(self.null_kv, (key, value))
@@ -340,7 +340,7 @@ class TimestepMLP(nn.Module):
         return self.net(x.to(self.net[2].weight.dtype))
 
 
-def rotate_pairs(x: Tensor) -> Tensor:
+def apply_rotary_positions(x: Tensor) -> Tensor:
     """Returns x (..., N, d) with rotary positions (Su et al. 2021). In the first 32 channels, or in all if there are
     fewer, each pair of neighbouring channels is rotated by an angle that grows with the token's position.
     """

@@ -115,12 +115,12 @@ class PriorTransformer(nn.Module):
         tokens = tokens + self.positional_embedding  # (B, N, W)
         if self.norm_in is not None:
             tokens = self.norm_in(tokens)
-        mask = self._make_mask(text_mask, tokens)
+        mask = self._make_attention_mask(text_mask, tokens)
         for block in self.transformer_blocks:
             tokens = block(tokens, mask)
         return self.proj_to_clip_embeddings(self.norm_out(tokens)[:, -1])  # (B, D)
 
-    def _make_mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+    def _make_attention_mask(self, text_mask: Tensor | None, tokens: Tensor) -> Tensor | None:
         """Returns a mask to add to attention scores, (B, 1, N, N): 0 where a token may see another, a large negative
         number where it may not. A token sees itself and earlier tokens, but no padding. Returns None if `text_mask` is
         None.

@@ -105,7 +105,7 @@ class PriorPipeline(DiffusionPipeline):
             for value in (null_text_embed, null_text_encodings)
         ]
         x = randn_tensor((len(conditions[0]), self.prior.config.embedding_dim), generator, device, dtype)
-        x = self._rescale_to_data_length(x) if options.init_image_embed_l2norm else x
+        x = self._rescale_to_data_norm(x) if options.init_image_embed_l2norm else x
         self.scheduler.set_timesteps(num_inference_steps)
         times = self.scheduler.timesteps
         for t, following in self.progress_bar(list(zip(times, [*times[1:], None]))):
@@ -113,10 +113,10 @@ class PriorPipeline(DiffusionPipeline):
             if guidance_scale != 1:
                 without = self.prior(x, t, *null, torch.ones_like(conditions[2])).predicted_image_embedding
                 out = without + guidance_scale * (out - without)
-            out = self._rescale_prediction(out, x, t) if options.sampling_clamp_l2norm else out
+            out = self._rescale_predicted_x_start(out, x, t) if options.sampling_clamp_l2norm else out
             respaced = {"prev_timestep": following} if isinstance(self.scheduler, UnCLIPScheduler) else {}
             x = self.scheduler.step(out, t, x, generator=generator, **respaced).prev_sample
-        x = self._rescale_to_data_length(x) if options.sampling_final_clamp_l2norm else x
+        x = self._rescale_to_data_norm(x) if options.sampling_final_clamp_l2norm else x
         drawn = self.prior.post_process_latents(x).unflatten(0, (count, len(text)))  # (count, B, D)
         self.maybe_free_model_hooks()
         if count == 1:
@@ -124,19 +124,19 @@ class PriorPipeline(DiffusionPipeline):
         nearest = F.cosine_similarity(drawn, text[None], dim=2).argmax(dim=0)
         return drawn[nearest, torch.arange(len(text), device=device)]
 
-    def _rescale_to_data_length(self, x):
+    def _rescale_to_data_norm(self, x):
         """Returns x (..., D) rescaled to the length that x_start has in training: normalizes x to unit length, then
         divides by clip_std.
         """
         return F.normalize(x, dim=-1) / self.prior.clip_std
 
-    def _rescale_prediction(self, out, x, t):
+    def _rescale_predicted_x_start(self, out, x, t):
         """Returns the network's output `out`, changed so that the x_start it stands for has the same length as in
         training. The scheduler's prediction_type says what the output predicts: x_start, noise or velocity.
         """
         kind, signal = self.scheduler.config.prediction_type, self.scheduler.alphas_cumprod[t].sqrt().to(x.device)
         noise = (1 - signal**2).sqrt()
-        x_start = self._rescale_to_data_length(
+        x_start = self._rescale_to_data_norm(
             {"sample": out, "epsilon": (x - noise * out) / signal, "v_prediction": signal * x - noise * out}[kind]
         )
         eps = (x - signal * x_start) / noise

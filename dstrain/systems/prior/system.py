@@ -78,12 +78,12 @@ class PriorSystem(System):
         example = {name: values for name, values in batch.items() if name not in inputs}
         image = self._require_width(batch["image_embed"].float(), self.config.image_embed_dim, "image_embed_dim")
         image = F.normalize(image, dim=1) if self.config.normalize_embeds else image
-        mean, std = self._get_statistics_on_device(image)
+        mean, std = self._get_embedding_mean_and_std(image)
         example["x_start"] = (image - mean) / std
         example |= self._prepare_text_inputs(
             {name: batch[name] for name in (*TEXT, "caption") if name in batch}, image.device
         )
-        if "other_text_embed" in batch and not self._find_missing_input(batch):
+        if "other_text_embed" in batch and not self._find_missing_text_input(batch):
             example["other_text_embed"] = self._prepare_text_embed(batch["other_text_embed"])
         elif "other_caption" in batch:
             example["other_text_embed"] = self._prepare_text_inputs({"caption": batch["other_caption"]}, image.device)[
@@ -105,16 +105,16 @@ class PriorSystem(System):
         result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
             result += f" image_embed_stats={hash_network({}, {'mean': self.mean, 'std': self.std})}"
-        if self._find_missing_input(source.read_first()):
+        if self._find_missing_text_input(source.read_first()):
             result += f" text_encoder={self.get_text_encoder(torch.device('cpu')).fingerprint()}"
         return result
 
-    def _find_missing_input(self, names: Container[str]) -> str | None:
-        """Returns the first text input of the network, text_embed or text_encodings, that is not among `names` and so
-        has to be computed from captions; None if none is missing.
+    def _find_missing_text_input(self, given_names: Container[str]) -> str | None:
+        """Returns the first text input of the network, text_embed or text_encodings, that is not among `given_names`
+        and so has to be computed from captions; None if none is missing.
         """
-        needed = ("text_embed", "text_encodings") if self.config.text_tokens else ("text_embed",)
-        return next((name for name in needed if name not in names), None)
+        needed = ("text_embed", "text_encodings") if self.config.num_text_tokens else ("text_embed",)
+        return next((name for name in needed if name not in given_names), None)
 
     def _prepare_text_inputs(self, texts: dict[str, Tensor], device: torch.device | None = None) -> dict[str, Tensor]:
         """Returns the network's text inputs, made from cached embeddings and encodings or, if one of them is missing,
@@ -122,8 +122,8 @@ class PriorSystem(System):
 
         Raises ConfigError if captions are missing, or if widths or lengths do not fit.
         """
-        tokens = self.config.text_tokens
-        if missing := self._find_missing_input(texts):
+        tokens = self.config.num_text_tokens
+        if missing := self._find_missing_text_input(texts):
             if "caption" not in texts:
                 raise ConfigError(
                     f"data: there is neither {missing} nor a caption to each image_embed: cache text "
@@ -169,7 +169,7 @@ class PriorSystem(System):
         needs none. Raises ConfigError if model.text_encoder names none.
         """
         if self._encoder is None:
-            self._encoder = load_text_encoder(self.config.text_encoder, self.config.text_tokens or None)
+            self._encoder = load_text_encoder(self.config.text_encoder, self.config.num_text_tokens or None)
         return self._encoder.to(device)
 
     def compute_denoiser_loss(self, nets: Nets, example: Example) -> Terms:
@@ -220,7 +220,7 @@ class PriorSystem(System):
             inputs["self_cond"] = torch.where(shown[:, None], self.diffusion.predict_x_start(first, x_t, t), 0.0)
         prediction = cast_output(nets["denoiser"](x_t, t, **inputs))
         if self.config.training_clamp_l2norm:
-            prediction = self._rescale_to_data_length(prediction)
+            prediction = self._rescale_to_data_norm(prediction)
         target = self.diffusion.compute_training_target(x_start, x_t, t, noise)
         losses = {"l2": F.mse_loss, "l1": F.l1_loss, "huber": F.smooth_l1_loss}
         loss = losses[self.config.loss](prediction, target, reduction="none").mean(dim=1)  # (B,)
@@ -242,18 +242,18 @@ class PriorSystem(System):
         image_too = {"image_dropped": dropped if image_dropped is None else image_dropped}
         return inputs | (image_too if self.config.image_drop_prob else {})
 
-    def _rescale_to_data_length(self, x: Tensor) -> Tensor:
+    def _rescale_to_data_norm(self, x: Tensor) -> Tensor:
         """Returns x (..., D) rescaled to the length that x_start has in the data: normalizes x to unit length, then
         divides by the embeddings' standard deviation.
         """
-        return F.normalize(x, dim=-1) / self._get_statistics_on_device(x)[1]
+        return F.normalize(x, dim=-1) / self._get_embedding_mean_and_std(x)[1]
 
-    def _convert_to_embedding(self, x: Tensor) -> Tensor:
+    def _convert_to_image_embedding(self, x: Tensor) -> Tensor:
         """Converts x_start (..., D) back to image embeddings: x_start * std + mean."""
-        mean, std = self._get_statistics_on_device(x)
+        mean, std = self._get_embedding_mean_and_std(x)
         return x * std + mean
 
-    def _get_statistics_on_device(self, like: Tensor) -> tuple[Tensor, Tensor]:
+    def _get_embedding_mean_and_std(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mean and standard deviation of image embeddings, (D,) each, on the device of `like`. Only the
         first call for a device copies them there.
         """
@@ -303,14 +303,14 @@ class PriorSystem(System):
         network = self._make_guided_network(nets, repeated, request)
         x = draw_normal("start")  # (count * N, D)
         if self.config.init_image_embed_l2norm:
-            x = self._rescale_to_data_length(x)
+            x = self._rescale_to_data_norm(x)
         sampler, noise = self.sampler(request.sampler), lambda i: draw_normal(f"noise/{i}")
         spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
         timesteps = samplers.choose_timesteps(self.diffusion, sampler, request.num_steps, spacing)
         x = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
         if self.config.sampling_final_clamp_l2norm:
-            x = self._rescale_to_data_length(x)
-        return self._convert_to_embedding(x).view(count, len(keys), -1)
+            x = self._rescale_to_data_norm(x)
+        return self._convert_to_image_embedding(x).view(count, len(keys), -1)
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
@@ -347,7 +347,7 @@ class PriorSystem(System):
                 out, x_t, t
             )  # t is a timestep of the whole chain, as these tables expect
             if self.config.sampling_clamp_l2norm:
-                x_start = self._rescale_to_data_length(x_start)
+                x_start = self._rescale_to_data_norm(x_start)
                 out = self.diffusion.compute_training_target(
                     x_start, x_t, t, self.diffusion.predict_eps(x_start, x_t, t)
                 )
@@ -373,7 +373,7 @@ class PriorSystem(System):
         """
         if not steps:
             return {}
-        image = self._convert_to_embedding(example["x_start"])
+        image = self._convert_to_image_embedding(example["x_start"])
         text, other = example["text_embed"], example.get("other_text_embed")
         comparable = text.shape[1] == image.shape[1]
 
@@ -395,7 +395,7 @@ class PriorSystem(System):
             terms |= {f"similarity/{count}/{name}": value for name, value in cosines.items()}
         return terms
 
-    def _read_built_in_embeds(self, texts: list[str]) -> Tensor | None:
+    def _read_built_in_text_embeds(self, texts: list[str]) -> Tensor | None:
         """Returns the text embeddings (N, T) that the package holds for captions of its emoji pictures. Returns None if
         a text is not one of these captions, if model.text_encoder is not the encoder that made them, or if max_text_len
         is above 0.
@@ -408,7 +408,7 @@ class PriorSystem(System):
         reads their embeddings from the package; otherwise encodes all texts. Raises ConfigError if a text encoder is
         needed and model.text_encoder names none.
         """
-        if (embeds := self._read_built_in_embeds(texts)) is not None:
+        if (embeds := self._read_built_in_text_embeds(texts)) is not None:
             return self._prepare_text_inputs({"text_embed": embeds})
         encoder = self.get_text_encoder(torch.device("cpu"))
         return encode_distinct_texts(texts, lambda some: self._prepare_text_inputs(encoder.encode(some)))
@@ -416,7 +416,7 @@ class PriorSystem(System):
     def describe_cut(self, texts: list[str], what: str) -> str:
         return (
             ""
-            if self._read_built_in_embeds(texts) is not None
+            if self._read_built_in_text_embeds(texts) is not None
             else self.get_text_encoder(torch.device("cpu")).describe_cut(texts, what)
         )
 
@@ -451,7 +451,7 @@ class PriorSystem(System):
         batch = {"key": key, "image_embed": rng.normal(key, "image", self.shape)}
         for name in ("text_embed", "other_text_embed"):
             batch[name] = rng.normal(key, name, (config.text_embed_dim or config.image_embed_dim,))
-        if tokens := config.text_tokens:
+        if tokens := config.num_text_tokens:
             width = config.text_encodings_dim or config.image_embed_dim
             batch["text_encodings"] = rng.normal(key, "text_encodings", (tokens, width))
             length = 1 + rng.integers(key, "length", tokens)

@@ -76,11 +76,13 @@ def describe_export(system: PriorSystem) -> tuple[str, str, str]:
         code += _TOKENS.format(tokens=config.max_text_len, width=width)
         texts += ["text_encodings", "text_mask"]
     texts += ["**null", f"guidance_scale={_SCALE}"] * has_null
-    code += _DRAW.format(texts="".join(f"{text}, " for text in texts), steps=_choose_num_steps(system), width=width)
+    code += _DRAW.format(
+        texts="".join(f"{text}, " for text in texts), steps=_choose_example_num_steps(system), width=width
+    )
     return "PriorTransformer", "" if has_null else "trained without dropped texts: draw with guidance_scale=1", code
 
 
-def _choose_num_steps(system: PriorSystem) -> int:
+def _choose_example_num_steps(system: PriorSystem) -> int:
     """Returns the number of steps in the code of `describe_export`: 64, or all timesteps if there are fewer."""
     return min(_STEPS, system.config.timesteps)
 
@@ -114,7 +116,7 @@ def save_export(
 
 
 @torch.no_grad()
-def measure_errors(
+def measure_export_errors(
     system: PriorSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
     """Returns how far predictions of the exported network are from the trained network's: largest difference / largest
@@ -163,10 +165,12 @@ def draw_reference_outputs(system: PriorSystem, nets: Mapping[str, nn.Module]) -
     def draw_noise(*_):
         return draw_normal(2 * count, *system.shape)
 
-    x = system._rescale_to_data_length(draw_noise()) if config.init_image_embed_l2norm else draw_noise()
-    x = samplers.sample_ancestral(system.diffusion.respace(str(_choose_num_steps(system))), network, x, draw_noise)
-    x = system._rescale_to_data_length(x) if config.sampling_final_clamp_l2norm else x
-    candidates = system._convert_to_embedding(x).view(count, 2, -1)
+    x = system._rescale_to_data_norm(draw_noise()) if config.init_image_embed_l2norm else draw_noise()
+    x = samplers.sample_ancestral(
+        system.diffusion.respace(str(_choose_example_num_steps(system))), network, x, draw_noise
+    )
+    x = system._rescale_to_data_norm(x) if config.sampling_final_clamp_l2norm else x
+    candidates = system._convert_to_image_embedding(x).view(count, 2, -1)
     nearest = F.cosine_similarity(candidates, conditions["text_embed"][None], dim=2).argmax(dim=0) if count > 1 else 0
     return candidates[nearest, torch.arange(2, device=device)]
 

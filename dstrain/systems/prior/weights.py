@@ -88,7 +88,7 @@ def adapt_weights(
                 "weights: the file is no prior of DALLE2-pytorch: give one, or leave model.lucidrains "
                 "out where it is one of diffusers"
             )
-        return _adapt_lucidrains(state, network, config)
+        return _adapt_lucidrains_weights(state, network, config)
     if is_lucidrains:
         raise ConfigError(
             "weights: the file is a prior of DALLE2-pytorch: write model.lucidrains={} and the sizes of "
@@ -123,7 +123,7 @@ def adapt_weights(
     return state, sorted(notes)
 
 
-def _adapt_lucidrains(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
+def _adapt_lucidrains_weights(state: dict[str, Tensor], network: nn.Module, config: Config) -> fitting.Fitted:
     """Returns a state dict that fits `network`, a LucidrainsPrior, and notes on what was left out or added. state: the
     weights of DALLE2-pytorch's DiffusionPrior, or of the network within it.
 

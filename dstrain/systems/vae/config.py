@@ -151,7 +151,7 @@ class Config(SystemConfig):
     unshared = "convolutions need the neighbours of each pixel, and its tokens are not cut"
 
     image_size: int = Field(256, ge=1)
-    """Side of the images in pixels; a multiple of `factor`, 2 to the number of halvings."""
+    """Side of the images in pixels; a multiple of `downsampling_factor`, 2 to the number of halvings."""
     channels: Literal[1, 3, 4] = 3
     """Of the images: 1 grey, 3 RGB, 4 RGBA."""
     discrete: Discrete | None = None
@@ -170,12 +170,12 @@ class Config(SystemConfig):
                 f"discrete and kl: {number} given; give the section of the kind you want ({{}} is all "
                 "defaults), null for the other"
             )
-        if self.image_size % self.factor:
-            whole = max(self.image_size // self.factor, 1) * self.factor
+        if self.image_size % self.downsampling_factor:
+            whole = max(self.image_size // self.downsampling_factor, 1) * self.downsampling_factor
             by = "kl.block_out_channels" if self.kl else "discrete.num_layers"
             raise ConfigError(
-                f"image_size {self.image_size} is no multiple of {self.factor}, the downsampling of "
-                f"{by}; take {whole} or {whole + self.factor}, or another {by}"
+                f"image_size {self.image_size} is no multiple of {self.downsampling_factor}, the downsampling of "
+                f"{by}; take {whole} or {whole + self.downsampling_factor}, or another {by}"
             )
         if self.discrete and self.discrete.normalization:
             means, stds = self.discrete.normalization
@@ -184,21 +184,23 @@ class Config(SystemConfig):
                     f"discrete.normalization has {len(means)} means and {len(stds)} deviations, channels "
                     f"is {self.channels}: give one of each for every channel"
                 )
-        require_suitable_picture_shape(self.kind.perceptual, self.kind.discriminator, self.shape, f"{self.kind_name}.")
+        require_suitable_picture_shape(
+            self.variant.perceptual, self.variant.discriminator, self.shape, f"{self.variant_name}."
+        )
         return self
 
     @property
-    def kind(self) -> "Discrete | KL":
+    def variant(self) -> "Discrete | KL":
         """Returns the section `discrete` or `kl`, of which exactly one is given."""
         return self.discrete or self.kl
 
     @property
-    def kind_name(self) -> Literal["discrete", "kl"]:
+    def variant_name(self) -> Literal["discrete", "kl"]:
         """Returns which of the two sections is given: "discrete" or "kl"."""
         return "discrete" if self.discrete else "kl"
 
     @property
-    def factor(self) -> int:
+    def downsampling_factor(self) -> int:
         """Returns the downsampling factor: the side of an image in pixels / the side of its latents or tokens."""
         return 2 ** (self.discrete.num_layers if self.discrete else len(self.kl.block_out_channels) - 1)
 
@@ -220,7 +222,9 @@ class Config(SystemConfig):
         kl_form=legacy without batch.micro.
         """
         problems = self.unequal(run, image_size="image_size", channels="channels")
-        problems += describe_missing_perceptual_weights(self.kind.perceptual, f"model.{self.kind_name}.perceptual")
+        problems += describe_missing_perceptual_weights(
+            self.variant.perceptual, f"model.{self.variant_name}.perceptual"
+        )
         if self.discrete and self.discrete.kl_form == "legacy" and self.discrete.kl_weight and not run.batch.micro:
             problems.append(
                 "model.discrete.kl_form=legacy sums over a micro-batch, whose size then decides what is "

@@ -24,14 +24,14 @@ from dstrain.systems.vae.losses import decode_logit_laplace
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
 
-class Relaxed(NamedTuple):
+class RelaxedOutput(NamedTuple):
     """The outputs of one forward pass with relaxed tokens (gumbel), for the loss."""
 
     out: Tensor  # the decoder's output, (B, C or 2C, H, W)
     logits: Tensor  # of the tokens, (B, K, h, w)
 
 
-class Rounded(NamedTuple):
+class RoundedOutput(NamedTuple):
     """The outputs of one forward pass with fsq or cosine, for the loss."""
 
     out: Tensor  # the decoder's output, (B, C or 2C, H, W)
@@ -94,21 +94,23 @@ class DiscreteVAE(nn.Module):
             *entry, *residual[num_resnet_blocks:], *up, nn.Conv2d(hidden_dim, channels * (1 + logit_laplace), 1)
         )
 
-    def forward(self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None) -> Relaxed | Rounded:
+    def forward(
+        self, x: Tensor, noise: Tensor | None = None, temperature: Tensor | None = None
+    ) -> RelaxedOutput | RoundedOutput:
         """Encodes and decodes images x (B, C, H, W) in [0, 1].
 
         noise        Gumbel noise (B, K, h, w), by which the quantizer gumbel draws tokens; None for other quantizers.
         temperature  (B,), of the quantizer gumbel; None for other quantizers.
 
-        Returns a Relaxed with the quantizer gumbel, and a Rounded with others.
+        Returns a RelaxedOutput with the quantizer gumbel, and a RoundedOutput with others.
         """
         if self.quantizer is None:
-            logits = widen_precision(self._encode_features(x))  # (B, K, h, w)
+            logits = widen_precision(self._encode_to_features(x))  # (B, K, h, w)
             tokens = draw_relaxed_tokens(logits, noise, temperature, self.sampling)
-            return Relaxed(widen_precision(self.decoder(self.codebook(tokens))), logits)
-        vectors = self._encode_features(x).movedim(1, -1)  # (B, h, w, D)
+            return RelaxedOutput(widen_precision(self.decoder(self.codebook(tokens))), logits)
+        vectors = self._encode_to_features(x).movedim(1, -1)  # (B, h, w, D)
         coded = self.quantizer(vectors, vectors.new_ones(vectors.shape[:-1], dtype=torch.float32))
-        return Rounded(
+        return RoundedOutput(
             widen_precision(self.decoder(move_channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook
         )
 
@@ -117,8 +119,8 @@ class DiscreteVAE(nn.Module):
         most likely ones.
         """
         if self.quantizer is None:
-            return widen_precision(self._encode_features(x)).argmax(1)
-        return self.quantizer.encode(self._encode_features(x).movedim(1, -1))
+            return widen_precision(self._encode_to_features(x)).argmax(1)
+        return self.quantizer.encode(self._encode_to_features(x).movedim(1, -1))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Decodes tokens to images in [0, 1]: int64 (B, h, w) -> (B, C, H, W)."""
@@ -133,7 +135,7 @@ class DiscreteVAE(nn.Module):
         """
         return decode_logit_laplace(out) if self.logit_laplace else self.normalize.denormalize(out)
 
-    def _encode_features(self, x: Tensor) -> Tensor:
+    def _encode_to_features(self, x: Tensor) -> Tensor:
         """Returns the encoder's output for images (B, C, H, W) in [0, 1]: logits (B, K, h, w) with gumbel, else
         vectors.
         """

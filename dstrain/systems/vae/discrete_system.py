@@ -14,7 +14,15 @@ from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
-from dstrain.systems.vae.discrete import DiscreteVAE, Down, Relaxed, ResBlock, Rounded, Up, get_default_normalization
+from dstrain.systems.vae.discrete import (
+    DiscreteVAE,
+    Down,
+    RelaxedOutput,
+    ResBlock,
+    RoundedOutput,
+    Up,
+    get_default_normalization,
+)
 from dstrain.systems.vae.schedules import compute_kl_weight, compute_temperature, get_final_temperature
 from dstrain.systems.vae.system import AutoencoderSystem
 
@@ -64,11 +72,11 @@ class DiscreteSystem(AutoencoderSystem):
         terms   the terms of the tokens by name, (B,) each, see `_compute_code_terms`.
         loss    the tokens' part of the loss, (B,). With the quantizer gumbel and kl_form=legacy it is multiplied by B.
         """
-        passed = self._run_network(nets, example)
-        terms, coding = self._compute_code_terms(passed, example)
+        outputs = self._run_network(nets, example)
+        terms, coding = self._compute_code_terms(outputs, example)
         if self.relaxed and self.discrete.kl_form == "legacy":  # makes the mean over samples a sum over the micro-batch
             coding = len(coding) * coding
-        return passed.out, terms, coding
+        return outputs.out, terms, coding
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
@@ -78,10 +86,10 @@ class DiscreteSystem(AutoencoderSystem):
         psnr, ssim  (B,), of the image that is decoded from the tokens (with gumbel from the most likely ones).
         usage       (B, K), the share of each of the K tokens.
         """
-        passed = self._run_network(nets, example)
-        terms, coding = self._compute_code_terms(passed, example)
-        terms |= self.compute_distance_terms(nets, passed.out, example)
-        tokens, loss = self._choose_tokens(passed), self.picture_loss.compute_reconstruction_loss(terms) + coding
+        outputs = self._run_network(nets, example)
+        terms, coding = self._compute_code_terms(outputs, example)
+        terms |= self.compute_distance_terms(nets, outputs.out, example)
+        tokens, loss = self._get_tokens(outputs), self.picture_loss.compute_reconstruction_loss(terms) + coding
         usage = measure_token_shares(tokens, self.codebook_size)
         return (
             terms
@@ -100,11 +108,11 @@ class DiscreteSystem(AutoencoderSystem):
         """Returns a list of reconstructions, (B, C, H, W) each, in [-1, 1]. With gumbel two: from relaxed tokens at the
         final temperature, and from the most likely tokens. With other quantizers one, from the tokens.
         """
-        passed = self._run_network(nets, example)
-        relaxed = [self.convert_to_picture(nets, passed.out).clamp(-1, 1)] if self.relaxed else []
-        return [*relaxed, self.decode(nets, self._choose_tokens(passed))]
+        outputs = self._run_network(nets, example)
+        relaxed = [self.convert_to_picture(nets, outputs.out).clamp(-1, 1)] if self.relaxed else []
+        return [*relaxed, self.decode(nets, self._get_tokens(outputs))]
 
-    def _run_network(self, nets: Nets, example: Example) -> Relaxed | Rounded:
+    def _run_network(self, nets: Nets, example: Example) -> RelaxedOutput | RoundedOutput:
         """Returns the network's outputs for the example's images. With gumbel, the noise is drawn from the samples'
         keys.
         """
@@ -129,7 +137,7 @@ class DiscreteSystem(AutoencoderSystem):
             for value in (get_final_temperature(discrete.temperature), discrete.kl_weight)
         )
 
-    def _compute_code_terms(self, passed: Relaxed | Rounded, example: Example) -> tuple[Terms, Tensor]:
+    def _compute_code_terms(self, outputs: RelaxedOutput | RoundedOutput, example: Example) -> tuple[Terms, Tensor]:
         """Returns the terms of the tokens by name, (B,) each, and their part of the loss, (B,). The terms by quantizer:
 
         gumbel  kl, the divergence from a uniform distribution in nats, summed over a sample; kl_weight; temperature.
@@ -138,19 +146,19 @@ class DiscreteSystem(AutoencoderSystem):
         """
         if self.relaxed:
             temperature, weight = self._compute_temperature_and_kl_weight(example)
-            kl = compute_kl_to_uniform(passed.logits)
+            kl = compute_kl_to_uniform(outputs.logits)
             unit = (
                 1 if self.discrete.kl_form == "legacy" else self.values
             )  # legacy does not divide by the values of an image
             return {"kl": kl, "kl_weight": weight, "temperature": temperature}, weight * kl / unit
         terms = (
-            {} if self.discrete.quantizer == "fsq" else {"commitment": passed.commitment, "codebook": passed.codebook}
+            {} if self.discrete.quantizer == "fsq" else {"commitment": outputs.commitment, "codebook": outputs.codebook}
         )
-        return terms, self.discrete.commitment_weight * passed.commitment + passed.codebook
+        return terms, self.discrete.commitment_weight * outputs.commitment + outputs.codebook
 
-    def _choose_tokens(self, passed: Relaxed | Rounded) -> Tensor:
+    def _get_tokens(self, outputs: RelaxedOutput | RoundedOutput) -> Tensor:
         """Returns the tokens, int64 (B, h, w), of a forward pass; with gumbel the most likely ones."""
-        return passed.logits.argmax(1) if self.relaxed else passed.tokens
+        return outputs.logits.argmax(1) if self.relaxed else outputs.tokens
 
     def compute_distance_terms(self, nets: Nets, out: Tensor, example: Example) -> Terms:
         """Returns `recon`, the reconstruction error (B,), and, if the config has a perceptual loss, `perceptual`, (B,),
@@ -172,7 +180,7 @@ class DiscreteSystem(AutoencoderSystem):
         """Converts the decoder's output (B, C or 2C, H, W) to pictures (B, C, H, W) in about [-1, 1]."""
         return 2 * nets["autoencoder"].convert_to_pixels(out) - 1
 
-    def get_last_layer(self, nets: Nets) -> nn.Conv2d:
+    def get_last_decoder_layer(self, nets: Nets) -> nn.Conv2d:
         """Returns the decoder's last convolution, whose output is the decoder's."""
         return nets["autoencoder"].decoder[-1]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 _LOG_VARIANCE = (-30.0, 20.0)  # the limits in diffusers and in LDM
 
 
-class Pass(NamedTuple):
+class KLOutput(NamedTuple):
     """The outputs of one forward pass, for the loss."""
 
     picture: Tensor  # (B, C, H, W)
@@ -57,12 +57,12 @@ class KLAutoencoder(nn.Module):
         self.encoder, self.decoder = whole.encoder, whole.decoder
         self.quant_conv, self.post_quant_conv = whole.quant_conv, whole.post_quant_conv
 
-    def forward(self, x: Tensor, noise: Tensor) -> Pass:
+    def forward(self, x: Tensor, noise: Tensor) -> KLOutput:
         """Encodes images x (B, C, H, W), draws latents from the posterior by standard normal `noise` (B, c, h, w), and
         decodes them. Returns the picture and the posterior.
         """
         mean, log_variance = self.encode(x)
-        return Pass(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
+        return KLOutput(self.decode(mean + torch.exp(0.5 * log_variance) * noise), mean, log_variance)
 
     def encode(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the mean and the log variance of the posterior of images: (B, C, H, W) -> float32 (B, c, h, w) each.
@@ -84,7 +84,7 @@ class KLAutoencoder(nn.Module):
         return self.decoder(latents).float()
 
 
-def list_block_classes() -> tuple[type[nn.Module], ...]:
+def get_block_classes() -> tuple[type[nn.Module], ...]:
     """Returns diffusers' classes of the encoder's and of the decoder's blocks. The network has one of each for each
     resolution.
     """

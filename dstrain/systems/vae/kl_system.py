@@ -14,7 +14,7 @@ from dstrain.nn.measures import measure_psnr_and_ssim
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
 from dstrain.systems.vae.config import Config
-from dstrain.systems.vae.kl import KLAutoencoder, Pass
+from dstrain.systems.vae.kl import KLAutoencoder, KLOutput
 from dstrain.systems.vae.system import AutoencoderSystem
 
 
@@ -55,15 +55,15 @@ class KLSystem(AutoencoderSystem):
         """Runs the network. Returns the picture (B, C, H, W), {"kl": (B,), in nats, summed over a sample's latents},
         and the KL's part of the loss, (B,).
         """
-        passed = self._run_network(nets, example)
-        kl = _compute_kl_to_normal(passed)
-        return passed.picture, {"kl": kl}, self._compute_kl_loss(kl)
+        outputs = self._run_network(nets, example)
+        kl = _compute_kl_to_normal(outputs)
+        return outputs.picture, {"kl": kl}, self._compute_kl_loss(kl)
 
     def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
         """Returns the decoder's output unchanged: it is the picture already, in about [-1, 1]."""
         return out
 
-    def get_last_layer(self, nets: Nets) -> nn.Conv2d:
+    def get_last_decoder_layer(self, nets: Nets) -> nn.Conv2d:
         """Returns the decoder's last convolution, whose output is the decoder's."""
         return nets["autoencoder"].decoder.conv_out
 
@@ -76,14 +76,14 @@ class KLSystem(AutoencoderSystem):
         psnr, ssim                  (B,), of the reconstruction.
         latent_mean, latent_square  (B, c), by channel, see `_compute_latent_mean_and_square`.
         """
-        passed = self._run_network(nets, example)
-        terms = {"kl": _compute_kl_to_normal(passed)} | self.compute_distance_terms(nets, passed.picture, example)
+        outputs = self._run_network(nets, example)
+        terms = {"kl": _compute_kl_to_normal(outputs)} | self.compute_distance_terms(nets, outputs.picture, example)
         loss = self.picture_loss.compute_reconstruction_loss(terms) + self._compute_kl_loss(terms["kl"])
         return (
             terms
             | {"loss": loss}
-            | measure_psnr_and_ssim(passed.picture, example["x_start"])
-            | _compute_latent_mean_and_square(passed)
+            | measure_psnr_and_ssim(outputs.picture, example["x_start"])
+            | _compute_latent_mean_and_square(outputs)
         )
 
     def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
@@ -97,10 +97,10 @@ class KLSystem(AutoencoderSystem):
         """Returns two reconstructions, (B, C, H, W) each, in about [-1, 1]: from a draw from the posterior, and from
         its mean.
         """
-        passed = self._run_network(nets, example)
-        return [passed.picture, nets["autoencoder"].decode(passed.mean)]
+        outputs = self._run_network(nets, example)
+        return [outputs.picture, nets["autoencoder"].decode(outputs.mean)]
 
-    def _run_network(self, nets: Nets, example: Example) -> Pass:
+    def _run_network(self, nets: Nets, example: Example) -> KLOutput:
         """Returns the network's outputs for the example's images, with latents drawn from the posterior by the samples'
         keys.
         """
@@ -145,7 +145,7 @@ class KLSystem(AutoencoderSystem):
 
     def blocks(self) -> tuple[type[nn.Module], ...]:
         """Returns diffusers' classes of the network's blocks."""
-        return kl.list_block_classes()
+        return kl.get_block_classes()
 
 
 def compute_latent_std(means: dict[str, Tensor]) -> float:
@@ -156,17 +156,17 @@ def compute_latent_std(means: dict[str, Tensor]) -> float:
     return variance.sqrt().item()
 
 
-def _compute_kl_to_normal(passed: Pass) -> Tensor:
+def _compute_kl_to_normal(outputs: KLOutput) -> Tensor:
     """Returns the KL divergence of each sample's posterior from the standard normal, in nats, summed over latents:
     (B,).
     """
-    mean, log_variance = passed.mean, passed.log_variance
+    mean, log_variance = outputs.mean, outputs.log_variance
     return 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).flatten(1).sum(1)
 
 
-def _compute_latent_mean_and_square(passed: Pass) -> Terms:
+def _compute_latent_mean_and_square(outputs: KLOutput) -> Terms:
     """Returns latent_mean and latent_square, (B, c) each: the expected latent and its expected square under the
     posterior, averaged over positions.
     """
-    square = passed.mean.square() + passed.log_variance.exp()
-    return {"latent_mean": passed.mean.mean((2, 3)), "latent_square": square.mean((2, 3))}
+    square = outputs.mean.square() + outputs.log_variance.exp()
+    return {"latent_mean": outputs.mean.mean((2, 3)), "latent_square": square.mean((2, 3))}

@@ -17,11 +17,11 @@ EPS = 0.1
 LEAST_LOG_SCALE = -6.0
 
 
-def compute_mean_error(kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
+def compute_mean_error(error_kind: Literal["l1", "mse", "smooth_l1"], picture: Tensor, truth: Tensor) -> Tensor:
     """Returns the mean error of each sample over its values: absolute (l1), squared (mse) or smooth_l1; two (B, C, H,
     W) -> (B,).
     """
-    return _ERRORS[kind](picture, truth, reduction="none").flatten(1).mean(1)
+    return _ERRORS[error_kind](picture, truth, reduction="none").flatten(1).mean(1)
 
 
 def compute_logit_laplace_loss(out: Tensor, truth: Tensor) -> Tensor:

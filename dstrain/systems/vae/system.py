@@ -38,10 +38,10 @@ class AutoencoderSystem(System):
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.picture_loss = PictureLoss(config.kind.perceptual, config.kind.discriminator)
+        self.picture_loss = PictureLoss(config.variant.perceptual, config.variant.discriminator)
         self.parts = self.picture_loss.list_part_losses("autoencoder", self.compute_autoencoder_loss)
         self.values = config.channels * config.image_size**2  # number of values of an image
-        self.side = config.image_size // config.factor  # side of the latents or tokens
+        self.side = config.image_size // config.downsampling_factor  # side of the latents or tokens
 
     def networks(self) -> dict[str, nn.Module]:
         """Builds the new networks by part: "autoencoder" and, if the config has one, "discriminator"."""
@@ -66,7 +66,7 @@ class AutoencoderSystem(System):
         without gradient: the reconstruction error, the terms of the codes and, once the discriminator learns, the
         adversarial terms.
         """
-        discriminator, last = self.config.kind.discriminator, self.get_last_layer(nets)
+        discriminator, last = self.config.variant.discriminator, self.get_last_decoder_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
         with record_layer_inputs(last) if by_last_layer else nullcontext([]) as entered:
             out, terms, coding = self.compute_output_and_code_loss(nets, example)
@@ -108,7 +108,7 @@ class AutoencoderSystem(System):
         """Converts the decoder's output to pictures (B, C, H, W) in about [-1, 1]."""
 
     @abstractmethod
-    def get_last_layer(self, nets: Nets) -> nn.Conv2d:
+    def get_last_decoder_layer(self, nets: Nets) -> nn.Conv2d:
         """Returns the decoder's last convolution, whose output is the decoder's."""
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ dstrain/commands/export.py needs these names of every system's to_diffusers.py:
                                    the folder "OUT", into `images` or `image_embeds`
     save_export(system, nets, folder, statistics, classes)
                                    writes what diffusers loads; raises ConfigError if diffusers cannot express it
-    measure_errors(system, nets, folder, example)
+    measure_export_errors(system, nets, folder, example)
                                    the largest relative errors, by name, of what diffusers computes with the folder,
                                    compared with the trained networks
     draw_reference_outputs(system, nets)
@@ -49,10 +49,10 @@ def describe_export(system: AutoencoderSystem) -> tuple[str, str, str]:
     """Returns the name of diffusers' class for the model, a note for the user, which is empty here, and Python code
     that encodes and decodes images with the exported folder, which the code calls OUT.
     """
-    return "AutoencoderKL", "", _CODE.format(shape=", ".join(map(str, _choose_image_shape(system))))
+    return "AutoencoderKL", "", _CODE.format(shape=", ".join(map(str, _choose_example_image_shape(system))))
 
 
-def _choose_image_shape(system: AutoencoderSystem) -> tuple[int, ...]:
+def _choose_example_image_shape(system: AutoencoderSystem) -> tuple[int, ...]:
     """Returns the shape of the two images that the example code makes, (2, C, H, W)."""
     config = system.config
     return 2, config.channels, config.image_size, config.image_size
@@ -84,7 +84,9 @@ def save_export(
 
 
 @torch.no_grad()
-def measure_errors(system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example) -> dict[str, float]:
+def measure_export_errors(
+    system: KLSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
+) -> dict[str, float]:
     """Compares the exported model in `folder` with the trained network on the example. Returns {"mean", "std",
     "decoded"}: the largest error of the posterior's mean, of its standard deviation and of the decoded picture, each
     divided by the largest absolute value. Raises ConfigError if the weights in the folder are not exactly the trained
@@ -110,7 +112,7 @@ def draw_reference_outputs(system: KLSystem, nets: Mapping[str, nn.Module]) -> T
     trained network from the same random numbers.
     """
     generator, device = torch.Generator().manual_seed(0), group.device()
-    images = (torch.rand(_choose_image_shape(system), generator=generator) * 2 - 1).to(device)
+    images = (torch.rand(_choose_example_image_shape(system), generator=generator) * 2 - 1).to(device)
     codes = system.codes(nets, {"x_start": images})
     noise = torch.randn(codes["latent_mean"].shape, generator=generator).to(device)
     latents = codes["latent_mean"] + codes["latent_std"] * noise

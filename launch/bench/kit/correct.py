@@ -41,7 +41,7 @@ _HELD = tuple(
 )
 
 # What reads a value late, by an event recorded after its copy to the host: that awaits no work launched afterwards.
-_LATE = ("dstrain.engine.updates.AsyncHostCopy.read", "dstrain.systems.phenaki.maskgit.Pending.wait_for_indices")
+_LATE = ("dstrain.engine.updates.AsyncHostCopy.read", "dstrain.systems.phenaki.maskgit.Pending.wait_for_masked_indices")
 
 
 class Trial:

@@ -23,7 +23,7 @@ from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
 from dstrain.runs.weights import read_adapted_weights
-from dstrain.systems.dit.to_diffusers import rename_adapters, save_export
+from dstrain.systems.dit.to_diffusers import rename_adapters_to_diffusers, save_export
 from tests.support.launch import ROOT, launch
 from tests.systems.dit import test_pixart, test_sd3
 
@@ -60,7 +60,7 @@ def write_base(name: str, system: Any, network: nn.Module, folder: Path) -> nn.M
 def predict_both(name: str, system: Any, network: nn.Module, theirs: nn.Module) -> tuple[Tensor, Tensor]:
     """What diffusers' network and ours predict."""
     example = system.encode(system.synthetic(2))
-    told, t = system._read_conditions(example), torch.tensor([3.0, 40.0])
+    told, t = system._make_condition_arguments(example), torch.tensor([3.0, 40.0])
     x = torch.randn(2, *system.shape, generator=torch.Generator().manual_seed(2))
     if name == "sd3":
         text, pooled = told["text"][:, 1:], told["text"][:, 0, :10]
@@ -79,7 +79,7 @@ def test_peft_around_diffusers_network(name: str, targets: tuple[str, ...], tmp_
     from peft import PeftModel
 
     system, network, theirs, lora = build(name, tmp_path, targets)
-    adapters, into_pipeline = rename_adapters(system, network.state_dict())
+    adapters, into_pipeline = rename_adapters_to_diffusers(system, network.state_dict())
     assert into_pipeline == (name == "sd3")
     found, expected = predict_both(name, system, network, theirs)
     assert measure_relative_error(found, expected) > 1e-2
@@ -149,7 +149,7 @@ def test_pipeline_loads_them(targets: tuple[str, ...], tmp_path: Path) -> None:
     from diffusers import StableDiffusion3Pipeline
 
     system, network, _, lora = build("sd3", tmp_path, targets)
-    adapters, _ = rename_adapters(system, network.state_dict())
+    adapters, _ = rename_adapters_to_diffusers(system, network.state_dict())
     _, described = convert_adapters_to_peft(adapters, lora, "weights")
     (tmp_path / "adapters").mkdir()
     _save_for_pipeline(adapters, lora, described, tmp_path / "adapters" / "pytorch_lora_weights.safetensors")
@@ -165,7 +165,7 @@ def test_layers_without_a_place(tmp_path: Path) -> None:
     state = network.state_dict()
     state |= {f"projectors.0.lora_{name}.weight": torch.zeros(2, 2) for name in "AB"}
     with pytest.raises(ConfigError, match="projectors.0 has no place in the layout pixart; take --format peft"):
-        rename_adapters(system, state)
+        rename_adapters_to_diffusers(system, state)
 
 
 def test_interpolated_positions(tmp_path: Path) -> None:
@@ -173,4 +173,4 @@ def test_interpolated_positions(tmp_path: Path) -> None:
     system, network, _, _ = build("pixart", tmp_path, ATTENTION)
     state = network.state_dict()
     with pytest.raises(ConfigError, match="pos_embed: these positions were interpolated"):
-        rename_adapters(system, state | {"pos_embed": state["pos_embed"] + 0.1})
+        rename_adapters_to_diffusers(system, state | {"pos_embed": state["pos_embed"] + 0.1})

@@ -22,7 +22,7 @@ from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.dit.to_diffusers import describe_export
-from dstrain.systems.dit.trunk import choose_kept_tokens
+from dstrain.systems.dit.trunk import draw_kept_tokens
 from dstrain.systems.dit.weights import rename_to_diffusers
 from tests.support import towers
 from tests.systems.dit.cases import MODERN
@@ -35,7 +35,9 @@ TOKENS = 16  # of 8 x 8 pixels by patches of 2
 def build(changes: dict[str, Any], folder: Path | None = None) -> DiTSystem:
     """A tiny modern flow; with a folder it is aligned to the encoder there."""
     if folder is not None:
-        align = Align.completed({"kind": "repa", "depth": 1, "hidden": 8, "path": str(folder), **changes["align"]})
+        align = Align.fill_in_encoder(
+            {"kind": "repa", "depth": 1, "hidden": 8, "path": str(folder), **changes["align"]}
+        )
         changes = changes | {"align": align}
     return DiTSystem(Config(**(MODERN | changes)))
 
@@ -187,12 +189,12 @@ def test_the_golden_routing() -> None:
 def test_which_tokens_are_kept() -> None:
     """Oracle: N - int(ratio N) of them, ascending, by the sample's key alone; each as often as the others."""
     key = rng.keys(0, 0, torch.arange(4000))
-    assert choose_kept_tokens(key, 9, 0.1) is None
+    assert draw_kept_tokens(key, 9, 0.1) is None
     for ratio, count in ((0.12, 8), (0.5, 5), (0.99, 1)):
-        keep = choose_kept_tokens(key, 9, ratio)
+        keep = draw_kept_tokens(key, 9, ratio)
         assert keep.shape == (4000, count) and bool((keep.diff(dim=1) > 0).all())
-        assert torch.equal(choose_kept_tokens(key[7:9], 9, ratio), keep[7:9])
-    share = torch.bincount(choose_kept_tokens(key, 9, 0.5).flatten(), minlength=9) / 4000
+        assert torch.equal(draw_kept_tokens(key[7:9], 9, ratio), keep[7:9])
+    share = torch.bincount(draw_kept_tokens(key, 9, 0.5).flatten(), minlength=9) / 4000
     assert bool(((share - 5 / 9).abs() < 4 * (5 / 9 * 4 / 9 / 4000) ** 0.5).all())
 
 
@@ -216,7 +218,7 @@ def test_routed_tokens_keep_their_places() -> None:
     network = nets(system)["denoiser"]
     key = rng.keys(0, 0, torch.arange(3))
     x, c, tokens = (rng.normal(key, name, shape) for name, shape in (("x", (15, 32)), ("c", (32,)), ("k", (2, 32))))
-    keep, rotation = choose_kept_tokens(key, 15, 0.4), network.get_rotations((3, 5), 16, 2, x.device)
+    keep, rotation = draw_kept_tokens(key, 15, 0.4), network.get_rotary_positions((3, 5), 16, 2, x.device)
     found, _ = network.blocks(x, BlockInputs(c, rotation=rotation), tokens, (), keep)
     one, two, three, four = network.blocks
     for number in range(3):
@@ -241,7 +243,7 @@ def test_alignment_among_routed_blocks(depth: int, target: int, routed: tuple[in
     for number, block in enumerate(both["denoiser"].blocks, 1):
         block.register_forward_hook(lambda _, __, out, number=number: seen.update({number: out}))
     example = system.encode(system.synthetic(3))
-    terms, keep = system.compute_denoiser_loss(both, example), choose_kept_tokens(example["key"], TOKENS, 0.5)
+    terms, keep = system.compute_denoiser_loss(both, example), draw_kept_tokens(example["key"], TOKENS, 0.5)
     whole, few = {}, [number for number in (depth, target) if routed[0] <= number < routed[1]]
     for number in (depth, target):
         whole[number] = seen[number]
@@ -292,23 +294,23 @@ def test_encoders_that_do_not_fit(tmp_path: Path) -> None:
     towers.dinov2(tmp_path / "a")
     towers.dinov2(tmp_path / "b", seed=1, width=18)
     towers.sentences(tmp_path / "bert")
-    first = Align.completed({"kind": "repa", "path": str(tmp_path / "a")})
-    assert first["width"] == 12 and Align.completed(first) == first
+    first = Align.fill_in_encoder({"kind": "repa", "path": str(tmp_path / "a")})
+    assert first["width"] == 12 and Align.fill_in_encoder(first) == first
     for path, named in (("b", "model.align.width: 12 in the recipe, 18"), ("bert", "a model of type bert")):
         with pytest.raises(ConfigError, match=named):
-            Align.completed(first | {"path": str(tmp_path / path)})
+            Align.fill_in_encoder(first | {"path": str(tmp_path / path)})
     with pytest.raises(ConfigError, match=r"model\.align\.fingerprint: "):
-        Align.completed(first | {"path": str(tmp_path / "a"), "fingerprint": "0"})
+        Align.fill_in_encoder(first | {"path": str(tmp_path / "a"), "fingerprint": "0"})
     weights = tmp_path / "b" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="model.align.path: no dinov2 or dinov3 model can be loaded"):
-        Align.completed({"kind": "repa", "path": str(tmp_path / "b")})
+        Align.fill_in_encoder({"kind": "repa", "path": str(tmp_path / "b")})
     section = Align(**first)
-    assert section.list_problems(False, 3) == section.list_problems(False, 1) == []
+    assert section.list_data_conflicts(False, 3) == section.list_data_conflicts(False, 1) == []
     for problems, named in (
-        (section.list_problems(True, 3), "the data are latents and hold no images"),
-        (section.list_problems(False, 4), "data.channels is 4"),
-        (Align(**first | {"path": str(tmp_path / "c")}).list_problems(False, 3), "there is no folder"),
+        (section.list_data_conflicts(True, 3), "the data are latents and hold no images"),
+        (section.list_data_conflicts(False, 4), "data.channels is 4"),
+        (Align(**first | {"path": str(tmp_path / "c")}).list_data_conflicts(False, 3), "there is no folder"),
     ):
         assert len(problems) == 1 and named in problems[0]
     with pytest.raises(ConfigError, match="model.align.path: no encoder is named"):
@@ -372,5 +374,5 @@ def test_a_plan_needs_no_encoder(tmp_path: Path) -> None:
     system = DiTSystem(Config(**planned.model))
     example = system.encode(system.synthetic(2))
     assert example["features"].shape == (2, TOKENS, 12) and system.frozen() == ()
-    assert system.config.align.list_problems(latents=False, channels=4) == []  # latents in the place of pixels
+    assert system.config.align.list_data_conflicts(cached_latents=False, channels=4) == []  # latents for pixels
     assert system.compute_denoiser_loss(nets(system), example)["align"].shape == (2,)

@@ -53,7 +53,7 @@ def test_some_frames_are_left_to_draw() -> None:
     example = system.encode(system.synthetic(200))
     for frames, expected in ((5, {1.0, 3.0}), (3, {1.0}), (1, {0.0})):
         short = {**example, "x_start": example["x_start"][:, :, :frames]}
-        marks = system._read_conditions(short)["given"][:, 1, :, 0, 0].sum(1)
+        marks = system._make_condition_arguments(short)["given"][:, 1, :, 0, 0].sum(1)
         assert set(marks.tolist()) == expected
 
 

@@ -46,7 +46,7 @@ def test_patches_of_clips(frames: int) -> None:
     assert torch.allclose(embed(x), wanted.flatten(2).transpose(1, 2), atol=1e-6)
 
     network = DiT(6, 2, 3, 16, 1, 2, learn_sigma=False, patch_frames=frames)
-    grid = network.count_patches(x)
+    grid = network.compute_patch_grid(x)
     assert grid == (3, 2, 3)
     values = draw_input(18, frames * 2 * 2 * 3)
     found = network.unpatchify(values, grid)
@@ -69,7 +69,10 @@ def test_places_of_clips() -> None:
     network = DiT(8, 2, 3, 64, 1, 2, rope=True, patch_frames=1)
     network.sines = True
     grid, dim = (3, 2, 4), 32
-    table, sines = network.get_rotations(grid, dim, 1, torch.device("cpu")), network.get_positions(grid)
+    table, sines = (
+        network.get_rotary_positions(grid, dim, 1, torch.device("cpu")),
+        network.get_position_embeddings(grid),
+    )
     widths, token = (12, 10, 10), 0
     for t in range(3):
         for row in range(2):
@@ -85,11 +88,14 @@ def test_places_of_clips() -> None:
                 assert torch.allclose(table[0, :, token], wanted, atol=1e-6)
                 time = [t * 10000 ** (-k / 32) for k in range(32)]
                 of_time = torch.tensor([*map(math.sin, time), *(math.cos(a) - 1 for a in time)])
-                image = network.get_positions((2, 4))[0, row * 4 + column]
+                image = network.get_position_embeddings((2, 4))[0, row * 4 + column]
                 assert torch.allclose(sines[0, token], image + of_time, atol=1e-6)
                 token += 1
     assert torch.equal(table[0, :, token], torch.stack((torch.ones(dim), torch.zeros(dim))))  # a condition token
-    assert network.get_positions((2, 4)) is not network.pos_embed and network.get_positions((4, 4)) is network.pos_embed
+    assert (
+        network.get_position_embeddings((2, 4)) is not network.pos_embed
+        and network.get_position_embeddings((4, 4)) is network.pos_embed
+    )
 
 
 def test_a_clip_of_one_frame_is_an_image() -> None:
@@ -149,11 +155,11 @@ def test_given_frames_are_drawn_by_key() -> None:
         assert torch.equal(of[:, :1, :number], x[count == number][:, :, :number]) and not of[:, :, number:].any()
         assert (of[:, 1, :number] == 1).all()
     few = {name: value[7:9] for name, value in example.items()}
-    assert torch.equal(system._read_conditions(few)["given"], given[7:9])
+    assert torch.equal(system._make_condition_arguments(few)["given"], given[7:9])
     dropped = ~mask.any(1)
     assert 0.2 < (dropped & (count > 0)).float().mean() < 0.3
     rare = build(video=VIDEO["video"] | {"given": 1, "given_share": 0.1})
-    marks = rare._read_conditions(example)["given"][:, 1, :, 0, 0].sum(1)
+    marks = rare._make_condition_arguments(example)["given"][:, 1, :, 0, 0].sum(1)
     assert set(marks.tolist()) == {0.0, 1.0} and 0.07 < marks.mean() < 0.13
 
 
@@ -230,7 +236,7 @@ def test_latents_of_clips(tmp_path: Path) -> None:
     for frame in range(5):
         assert torch.allclose(latents[:, :, frame], system.first_stage.encode(image, keys[:, frame]), atol=1e-5)
     assert (latents[:, :, 0] - latents[:, :, 1]).abs().min() > 0
-    decoded = system._decode(latents)
+    decoded = system._decode_to_uint8(latents)
     one = system.first_stage.decode(latents[:, :, 2])
     assert decoded.shape == batch["video"].shape
     assert (decoded[:, 2].int() - ((one + 1) * 127.5).round().clamp(0, 255).int()).abs().max() <= 1

@@ -136,7 +136,9 @@ def test_null_text_is_the_encoders_empty_text(tmp_path: Path) -> None:
     network.load_state_dict(values, strict=True)
     states = encoder(torch.tensor([[2]])).last_hidden_state.detach()
     expected = network(x, t, text=states.expand(3, 1, 12))
-    told = system.network_conditions[0].read_request(Request(torch.arange(3), system.conditions_from_texts([""] * 3)))
+    told = system.network_conditions[0].make_arguments_from_request(
+        Request(torch.arange(3), system.conditions_from_texts([""] * 3))
+    )
     assert torch.allclose(network(x, t, **told), expected, atol=1e-6)
     assert not torch.allclose(network(x, t, text=tensors["in/text"]), expected, atol=1e-3)
     _, notes = read_adapted_weights(path, build(class_dropout_prob=0.1))["denoiser"]
@@ -220,7 +222,7 @@ def test_what_is_dropped_reads_the_encoders_empty_text(tmp_path: Path) -> None:
     assert not any("null" in name for name in system.networks()["denoiser"].state_dict())
     empty, batch = encoder.encode([""]), system.synthetic(64)
     example = system.encode(batch)
-    told = system._read_conditions(example, drop=True)
+    told = system._make_condition_arguments(example, drop=True)
     dropped = rng.uniform(batch["key"], "drop") < 0.5
     assert 20 < dropped.sum() < 44
     for name, of_empty, of_batch in (
@@ -230,7 +232,7 @@ def test_what_is_dropped_reads_the_encoders_empty_text(tmp_path: Path) -> None:
         assert torch.equal(told[name][dropped], of_empty.expand(int(dropped.sum()), *of_empty.shape[1:]))
         assert torch.equal(told[name][~dropped], of_batch[~dropped])
     for conditions in (system.conditions_from_texts(["", "a red cat"]), {}):
-        told, null = system.read_request(Request(torch.arange(2), conditions))
+        told, null = system.make_conditional_and_negative_arguments(Request(torch.arange(2), conditions))
         assert torch.equal(told["text"][:1], empty["text_encodings"]) and torch.equal(
             told["mask"][:1], empty["text_mask"]
         )
@@ -238,7 +240,7 @@ def test_what_is_dropped_reads_the_encoders_empty_text(tmp_path: Path) -> None:
             null["mask"][1:], empty["text_mask"]
         )
     avoided = system.conditions_from_texts(["the moon"]) | system.conditions_to_avoid("", 1)
-    _, null = system.read_request(Request(torch.arange(1), avoided))
+    _, null = system.make_conditional_and_negative_arguments(Request(torch.arange(1), avoided))
     assert torch.equal(null["text"], empty["text_encodings"])
 
 
@@ -265,7 +267,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, share: float) -> No
     out = tmp_path / "out"
     system.require_expressible()
     to_diffusers.save_export(system, nets, out)
-    errors = to_diffusers.measure_errors(system, nets, out, system.encode(system.synthetic(4)))
+    errors = to_diffusers.measure_export_errors(system, nets, out, system.encode(system.synthetic(4)))
     assert errors.keys() == ({"with text", "without text"} if share else {"with text"})
     assert max(errors.values()) < 1e-5
     state, _, _ = read("pixart")
@@ -278,7 +280,9 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, share: float) -> No
     assert (expected[0] - expected[1]).abs().max() > 20  # of two prompts and noises
     with torch.no_grad():
         nets["denoiser"].blocks[1].cross.kv.bias[-1] += 1  # of values
-    assert min(to_diffusers.measure_errors(system, nets, out, system.encode(system.synthetic(4))).values()) > 1e-5
+    assert (
+        min(to_diffusers.measure_export_errors(system, nets, out, system.encode(system.synthetic(4))).values()) > 1e-5
+    )
 
 
 @pytest.mark.parametrize(

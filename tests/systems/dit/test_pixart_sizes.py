@@ -148,7 +148,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path) -> None:
     out = tmp_path / "out"
     system.require_expressible()
     to_diffusers.save_export(system, nets, out)
-    errors = to_diffusers.measure_errors(system, nets, out, system.encode(system.synthetic(4)))
+    errors = to_diffusers.measure_export_errors(system, nets, out, system.encode(system.synthetic(4)))
     assert errors.keys() == {"with text", "without text"} and max(errors.values()) < 1e-5
     written = PixArtTransformer2DModel.from_pretrained(out / "transformer").state_dict()
     state = theirs.state_dict()
@@ -157,7 +157,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path) -> None:
     assert config["use_additional_conditions"] is True and config["interpolation_scale"] == 2
     drawn, expected = draw_stock(to_diffusers, system, nets, out)
     assert (drawn - expected).abs().max() <= 2
-    told, null = system.read_request(Request(torch.arange(1), size=(256, 128)))
+    told, null = system.make_conditional_and_negative_arguments(Request(torch.arange(1), size=(256, 128)))
     assert told["size"].tolist() == null["size"].tolist() == [[128, 256, 0, 0, 128, 256]]
 
 

@@ -24,7 +24,12 @@ from dstrain.runs.weights import read_adapted_weights
 from dstrain.systems.base import Request
 from dstrain.systems.dit.blocks import Block, BlockInputs, FinalLayer, JointBlock
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, reverse_time, translate_from_layout
+from dstrain.systems.dit.layouts import (
+    LAYOUTS,
+    recognise_layout,
+    reverse_time_in_weights,
+    translate_weights_from_layout,
+)
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.dit.trunk import Trunk
@@ -91,7 +96,7 @@ def test_golden_networks(name: str) -> None:
     layout, network = CASES[name][0], DiT(**arguments(name, config))
     assert layout == "sit" or recognise_layout(state) == layout
     heads = [network.head_dim, network.final_layer.head_dim] if network.wide else [network.head_dim]
-    translated, _ = translate_from_layout(state, layout, len(network.blocks), network.grid, heads)
+    translated, _ = translate_weights_from_layout(state, layout, len(network.blocks), network.grid, heads)
     if "pos_embed" in translated:
         assert torch.allclose(translated["pos_embed"], network.pos_embed, atol=1e-6)
     network.load_state_dict(translated, strict="pos_embed" not in network.state_dict() or "pos_embed" in translated)
@@ -352,10 +357,11 @@ def test_reversed_time_is_its_own_inverse() -> None:
     state, _, _ = read("sit_network")
     again = dict(state)
     for _ in range(2):
-        reverse_time(again, negate=True)
+        reverse_time_in_weights(again, negate_output=True)
     assert all(torch.allclose(again[name], value, atol=1e-6) for name, value in state.items())
     assert not torch.allclose(
-        translate_from_layout(state, "sit", 2, 4)[0]["t_embedder.mlp.0.weight"], state["t_embedder.mlp.0.weight"]
+        translate_weights_from_layout(state, "sit", 2, 4)[0]["t_embedder.mlp.0.weight"],
+        state["t_embedder.mlp.0.weight"],
     )
 
 

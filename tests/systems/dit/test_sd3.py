@@ -308,13 +308,13 @@ def test_a_text_is_dropped_with_its_pooled_vector(tmp_path: Path) -> None:
     system, encoder = build_told(tmp_path)
     empty, batch = encoder.encode([""]), system.synthetic(64)
     assert empty["text_encodings"][0, 0, :10].abs().min() > 0
-    told = system._read_conditions(system.encode(batch), drop=True)
+    told = system._make_condition_arguments(system.encode(batch), drop=True)
     dropped = rng.uniform(batch["key"], "drop") < 0.5
     assert 20 < dropped.sum() < 44
     assert torch.equal(told["text"][dropped], empty["text_encodings"].expand(int(dropped.sum()), -1, -1))
     assert torch.equal(told["text"][~dropped], batch["text_encodings"][~dropped])
     for conditions in (system.conditions_from_texts(["", "a red cat"]), {}):
-        told, null = system.read_request(Request(torch.arange(2), conditions))
+        told, null = system.make_conditional_and_negative_arguments(Request(torch.arange(2), conditions))
         assert torch.equal(told["text"][:1], empty["text_encodings"])
         assert empty["text_mask"].all() and "mask" not in told and "mask" not in null  # all tokens are read
         assert torch.equal(null["text"][1:], empty["text_encodings"])
@@ -324,7 +324,9 @@ def test_a_text_is_dropped_with_its_pooled_vector(tmp_path: Path) -> None:
         for weight in network.parameters():
             weight.add_(0.1)
     x, t = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 700])
-    told, null = learned.read_request(Request(torch.arange(2), learned.conditions_from_texts(["a cat", "the moon"])))
+    told, null = learned.make_conditional_and_negative_arguments(
+        Request(torch.arange(2), learned.conditions_from_texts(["a cat", "the moon"]))
+    )
     with torch.no_grad():
         seen, unseen = network(x, t, **told), network(x, t, **null)
         changed = network(x, t, text=null["text"] + 1, mask=null["mask"])
@@ -367,7 +369,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, has_t5: bool) -> No
     out = tmp_path / "out"
     system.require_expressible()
     to_diffusers.save_export(system, nets, out)
-    errors = to_diffusers.measure_errors(system, nets, out, system.encode(system.synthetic(4)))
+    errors = to_diffusers.measure_export_errors(system, nets, out, system.encode(system.synthetic(4)))
     assert errors.keys() == {"with text", "without text"} and max(errors.values()) < 2e-5
     state, _, _ = read("sd3")
     written = SD3Transformer2DModel.from_pretrained(out / "transformer").state_dict()
@@ -381,7 +383,9 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, has_t5: bool) -> No
     assert (expected[0] - expected[1]).abs().max() > 20  # of two prompts and noises
     with torch.no_grad():
         nets["denoiser"].blocks[1].text.attn.qkv.bias[-1] += 1  # of values
-    assert min(to_diffusers.measure_errors(system, nets, out, system.encode(system.synthetic(4))).values()) > 2e-5
+    assert (
+        min(to_diffusers.measure_export_errors(system, nets, out, system.encode(system.synthetic(4))).values()) > 2e-5
+    )
 
 
 def test_full_masks_change_nothing(tmp_path: Path) -> None:
@@ -391,7 +395,7 @@ def test_full_masks_change_nothing(tmp_path: Path) -> None:
     with torch.no_grad():
         for weight in network.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(weight.numel())))
-    told = system._read_conditions(example)
+    told = system._make_condition_arguments(example)
     x, t = torch.randn(2, 4, 8, 8), torch.tensor([3.0, 700])
     with torch.no_grad():
         out, masked = network(x, t, **told), network(x, t, **told, mask=torch.ones(told["text"].shape[:2]).bool())

@@ -76,7 +76,7 @@ def test_another_square_is_that_of_diffusers():
     """Oracle: diffusers' DiTTransformer2DModel of the same weights at a size that it was not made for."""
     net = network(time_freq="diffusers", learn_sigma=True)
     config = systems.build_config("dit", TINY | {"time_freq": "diffusers"})
-    theirs = DiTTransformer2DModel(**weights.make_dit_arguments(config), num_embeds_ada_norm=10).eval()
+    theirs = DiTTransformer2DModel(**weights.make_diffusers_dit_arguments(config), num_embeds_ada_norm=10).eval()
     theirs.load_state_dict(weights.rename_to_diffusers(net.state_dict(), 2, 10, True), strict=False)
     x, t, y = torch.randn(2, 1, 12, 12), torch.tensor([3, 400]), torch.tensor([1, 9])
     with torch.no_grad():

@@ -94,15 +94,15 @@ def test_an_empty_prompt_is_the_null_text(tmp_path: Path, way: dict[str, Any]) -
         batch = {"key": torch.arange(2), "caption": captions("a red cat", "the moon")}
         batch["image"] = rng.integers(batch["key"], "image", 256, (1, 8, 8)).to(torch.uint8)
         empty = system.conditions_from_texts(["", " "])
-        told = [dropped._read_conditions(dropped.encode(batch), drop=True)]
+        told = [dropped._make_condition_arguments(dropped.encode(batch), drop=True)]
         told += [
-            system.network_conditions[0].read_request(Request(torch.arange(2), conditions))
+            system.network_conditions[0].make_arguments_from_request(Request(torch.arange(2), conditions))
             for conditions in (empty, {})
         ]
         x, t = batch["image"].float() / 255, torch.tensor([0.2, 0.8])
         outs = [nets["denoiser"](x, t, **arguments) for arguments in told]
         assert torch.equal(outs[0], outs[1]) and torch.allclose(outs[0], outs[2], atol=1e-6)
-        read = nets["denoiser"](x, t, **system._read_conditions(system.encode(batch)))
+        read = nets["denoiser"](x, t, **system._make_condition_arguments(system.encode(batch)))
         assert ((read - outs[0]).abs().amax((1, 2, 3)) > 1e-4).all()
 
 
@@ -264,6 +264,6 @@ def test_cached_texts(tmp_path: Path) -> None:
     batch["key"] = torch.arange(3)
     texts = [source.read_captions(index)[0] for index in range(3)]
     assert texts == [Fashion(32, 1, "held_out", captioned=True).read_captions(index)[0] for index in range(3)]
-    told, expected = system._read_conditions(system.encode(batch)), encoder.encode(texts)
+    told, expected = system._make_condition_arguments(system.encode(batch)), encoder.encode(texts)
     assert torch.allclose(told["text"].float(), expected["text_encodings"], atol=1e-5)
     assert torch.equal(told["mask"], expected["text_mask"])

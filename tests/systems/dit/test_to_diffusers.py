@@ -96,7 +96,7 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
     system, nets = made(tmp_path, CASES[case])
     names = [f"class {number}, kind {number}" for number in range(7)]
     to_diffusers.save_export(system, nets, tmp_path / "out", classes=lambda: names)
-    errors = to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))
+    errors = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", probe(system))
     assert errors.keys() == {"with label"} | ({"without label"} if system.config.class_dropout_prob else set())
     assert max(errors.values()) < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
@@ -237,7 +237,7 @@ def test_flow_matching(tmp_path, case):
     latents, changes = case == "latents", {"objective": "flow", "flow": {"shift": 3.0}} | FLOWS[case]
     system, nets = made(tmp_path, changes, latents)
     to_diffusers.save_export(system, nets, tmp_path / "out")
-    assert to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))["with label"] < 1e-5
+    assert to_diffusers.measure_export_errors(system, nets, tmp_path / "out", probe(system))["with label"] < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
     pipeline, seeds, labels = loaded(tmp_path / "out"), torch.arange(3), [4, 0, 6]
     assert (pipeline.vae is not None) == latents
@@ -274,7 +274,7 @@ def test_exports_are_kept(tmp_path):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(embeddings, "get_timestep_embedding", PUBLISHED)
             patch.setattr(torch, "exp", lambda x: exp(x) * (1 + off * (x.dtype == torch.float32)))
-            found = to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))
+            found = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", probe(system))
         assert all(found[name] < to_diffusers.TOLERATED[name] for name in found), found
 
 
@@ -286,7 +286,7 @@ def test_other_weights_are_found(tmp_path):
     state["transformer_blocks.1.norm1.linear.bias"][5] += 0.01
     save_file(state, tmp_path / "out" / "transformer" / FILE, {"format": "pt"})
     assert (
-        to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))["with label"]
+        to_diffusers.measure_export_errors(system, nets, tmp_path / "out", probe(system))["with label"]
         > to_diffusers.TOLERATED["with label"]
     )
 
@@ -297,7 +297,7 @@ def test_the_frequencies_do_matter(tmp_path):
     to_diffusers.save_export(system, nets, tmp_path / "out")
     official, others = made(tmp_path, PIXELS | {"time_freq": "official"}, latents=False)
     others["denoiser"].load_state_dict(nets["denoiser"].state_dict())
-    assert to_diffusers.measure_errors(official, others, tmp_path / "out", probe(official))["with label"] > 0.01
+    assert to_diffusers.measure_export_errors(official, others, tmp_path / "out", probe(official))["with label"] > 0.01
 
 
 @pytest.mark.parametrize(
@@ -362,7 +362,7 @@ def test_our_class_there_and_back(tmp_path, case):
     loaded(tmp_path / "out").save_pretrained(tmp_path / "again")
     assert names_in(tmp_path / "again") == names_in(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
-    assert max(to_diffusers.measure_errors(system, nets, tmp_path / "again", probe(system)).values()) < 1e-5
+    assert max(to_diffusers.measure_export_errors(system, nets, tmp_path / "again", probe(system)).values()) < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "again") <= 1.01 / 255
 
 

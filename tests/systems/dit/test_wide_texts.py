@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dstrain.systems.dit.config import Config
-from dstrain.systems.dit.layouts import translate_from_layout
+from dstrain.systems.dit.layouts import translate_weights_from_layout
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.dit.system import DiTSystem
 from tests.systems.dit.test_published import CASES, arguments, read
@@ -100,7 +100,7 @@ def test_wide_head_behind_texts() -> None:
     """
     state, tensors, _ = read("raev2_text")
     tables = [state["rope.freqs_cos"], state["rope.freqs_sin"]]
-    w, _ = translate_from_layout(state, "raev2", 2, 2, [8])
+    w, _ = translate_weights_from_layout(state, "raev2", 2, 2, [8])
     tokens, _ = read_text(w, tensors, tables)
     drawn = join(linear(w, "final_layer.linear", rms(w, "final_layer.norm_final", tokens)), 2)
     assert torch.allclose(drawn, tensors["out/x_pred"], atol=1e-5)
@@ -108,7 +108,7 @@ def test_wide_head_behind_texts() -> None:
     old, other, config_of_rae = read("rae_ddt")
     shape = arguments("rae_ddt", config_of_rae)
     rae = DiT(**shape)
-    v, _ = translate_from_layout(old, CASES["rae_ddt"][0], 2, rae.grid, [8, 12])
+    v, _ = translate_weights_from_layout(old, CASES["rae_ddt"][0], 2, rae.grid, [8, 12])
     time = tell_time(v, other["in/t"])
     c = F.silu(time + v["y_embedder.embedding_table.weight"][other["in/y"]])[:, None]
     x = embed(v, "x_embedder", other["in/x"], 1) + v["pos_embed"]
@@ -144,7 +144,7 @@ def test_wide_head_behind_texts() -> None:
     full = network.state_dict()
     assert set(full) - set(taken) == {name for name in full if name.startswith("final_layer.")}
     tokens, time = read_text(full, tensors, tables)
-    angles = network.get_rotations((2, 2), 12, 0, torch.device("cpu"))
+    angles = network.get_rotary_positions((2, 2), 12, 0, torch.device("cpu"))
     assert angles.shape[2] == 4
     tables_of_head = [angles[0, 0], angles[0, 1]]
     expected = join(draw_wide(full, tensors["in/x"], tokens, time, tables_of_head, 2), 2)

@@ -32,13 +32,18 @@ def test_lists_as_the_original_writes_them():
     assert Config(image_size=32, attention_resolutions=16).attention_resolutions == (16,)
     assert Config(image_size=32, attention_resolutions="").make_network_arguments()["attention_levels"] == []
     assert Config(**config.model_dump()) == config
-    assert {size: Config(image_size=size, attention_resolutions=8).mults for size in (32, 64, 128, 256)} == {
+    assert {
+        size: Config(image_size=size, attention_resolutions=8).resolved_channel_mult for size in (32, 64, 128, 256)
+    } == {
         32: (1, 2, 2, 2),
         64: (1, 2, 3, 4),
         128: (1, 1, 2, 3, 4),
         256: (1, 1, 2, 2, 4, 4),
     }
-    assert Config(num_heads=2).heads_upsample == 2 and Config(num_heads=2, num_heads_upsample=4).heads_upsample == 4
+    assert (
+        Config(num_heads=2).resolved_heads_upsample == 2
+        and Config(num_heads=2, num_heads_upsample=4).resolved_heads_upsample == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -84,7 +89,7 @@ def test_proposals_are_accepted(size):
         Config(image_size=size, attention_resolutions="")
     proposed = str(error.value).split("for example [")[1].split("]")[0]
     config = Config(image_size=size, attention_resolutions="", channel_mult=proposed)
-    assert size % 2 or len(config.mults) > 1 or size <= 8
+    assert size % 2 or len(config.resolved_channel_mult) > 1 or size <= 8
 
 
 def test_completed_and_conflicts():

@@ -89,7 +89,7 @@ def test_there_and_back(tmp_path, case):
     """Oracle: UNet2DModel as diffusers loads it, its output, and what the card draws; the weights, bit for bit."""
     system, nets = made(CASES[case])
     to_diffusers.save_export(system, nets, tmp_path / "out")
-    errors = to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))
+    errors = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", probe(system))
     assert errors.keys() == {"prediction"} | ({"without label"} if system.config.has_null else set())
     assert max(errors.values()) < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
@@ -187,7 +187,7 @@ def test_other_weights_are_found(tmp_path):
     name = "down_blocks.1.attentions.0.to_q.weight"
     state[name] = state[name].roll(16, dims=0)
     save_file(state, tmp_path / "out" / "unet" / FILE, {"format": "pt"})
-    found = to_diffusers.measure_errors(system, nets, tmp_path / "out", probe(system))
+    found = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", probe(system))
     assert found["prediction"] > to_diffusers.TOLERATED["prediction"]
 
 

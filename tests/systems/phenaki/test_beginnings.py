@@ -60,7 +60,7 @@ def test_a_beginning_is_a_short_clip(critic, end):
     masked = example["masked"]
     assert masked.shape[1] == end and not masked[~asked].any()
     assert torch.equal(masked.flatten(1).sum(1), number)
-    tokens, real, dropped = whole["tokens"][:, :end], whole["real"][:, :end], system._draw_dropped_texts(whole)
+    tokens, real, dropped = whole["tokens"][:, :end], whole["real"][:, :end], system._draw_text_drop_mask(whole)
     conditions = {"real": real, "dropped": dropped, "words": whole["words"]}
     drawn = {} if critic is None else {"uniforms": rng.uniform(key, "filled", (4 * end,))}
     passed = nets["maskgit"](tokens, masked, torch.ones(48), **conditions, **drawn)

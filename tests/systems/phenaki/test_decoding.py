@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dstrain import rng
 from dstrain.nn.quantize import draw_gumbel
 from dstrain.systems.phenaki.config import Decoding
-from dstrain.systems.phenaki.decoding import decode_tokens
+from dstrain.systems.phenaki.decoding import draw_unknown_tokens
 
 IDS = 7
 
@@ -58,7 +58,7 @@ def test_no_mask_token_is_left(steps, seed, sample, confidence, noise, schedule,
     choices = Decoding(
         sample_temperature=sample, confidence_temperature=confidence, critic_noise=noise, critic_noise_schedule=schedule
     )
-    found = decode_tokens(
+    found = draw_unknown_tokens(
         chance, tokens, given_, IDS, keys(2, seed), steps, choices, (lambda x: x.float()) if critic else None
     )
     assert torch.equal(found[given_], tokens[given_])
@@ -72,7 +72,7 @@ def test_an_oracle_finds_its_own_tokens(steps, critic):
     truth = grid(3, 5)
     network = Oracle(truth)
     nothing = torch.zeros(truth.shape, dtype=torch.bool)
-    assert torch.equal(decode_tokens(network, grid(4, 5), nothing, IDS, keys(5), steps, criticize=critic), truth)
+    assert torch.equal(draw_unknown_tokens(network, grid(4, 5), nothing, IDS, keys(5), steps, criticize=critic), truth)
     assert len(network.seen) == steps and bool((network.seen[0][0] == IDS).all())
 
 
@@ -86,7 +86,9 @@ def test_the_schedule(critic):
     given_[1, :2] = True
     for schedule in ("fixed", "decay"):
         network, choices = Oracle(truth), Decoding(sample_temperature=0.9, sample_temperature_schedule=schedule)
-        decode_tokens(network, truth, given_, IDS, keys(2), steps, choices, (lambda x: x.float()) if critic else None)
+        draw_unknown_tokens(
+            network, truth, given_, IDS, keys(2), steps, choices, (lambda x: x.float()) if critic else None
+        )
         for step, (tokens, _, temperature) in enumerate(network.seen):
             left = (tokens == IDS).flatten(1).sum(1).tolist()
             assert left == [max(1, math.floor(n * math.cos(math.pi / 2 * step / steps))) for n in (64, 32)]
@@ -96,7 +98,7 @@ def test_the_schedule(critic):
 def test_few_tokens_take_every_step():
     """Oracle: a critic has the doubtful one of two tokens drawn again at every step, although floor(2 cos) is 0."""
     network, truth = Oracle(grid(0, 1, (1, 1, 2))), grid(0, 1, (1, 1, 2))
-    decode_tokens(
+    draw_unknown_tokens(
         network, truth, torch.zeros(1, 1, 1, 2, dtype=torch.bool), IDS, keys(1), 6, criticize=lambda x: x.float()
     )
     assert [int((tokens == IDS).sum()) for tokens, _, _ in network.seen] == [2, 1, 1, 1, 1, 1]
@@ -114,7 +116,7 @@ def test_confidence_keeps_the_likeliest():
 
     for noise in (0.0, 4.5):
         seen.clear()
-        decode_tokens(
+        draw_unknown_tokens(
             predict,
             truth,
             torch.zeros(truth.shape, dtype=torch.bool),
@@ -141,7 +143,7 @@ def test_a_critic_masks_what_it_doubts():
     given_[0, 0, 0] = True
     doubt[given_] = 99.0
     network = Oracle(truth)
-    decode_tokens(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: doubt)
+    draw_unknown_tokens(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: doubt)
     for tokens, _, _ in network.seen[1:]:
         masked = (tokens == IDS).flatten()
         order = torch.where(given_, -99.0, doubt).flatten().argsort(descending=True)[: int(masked.sum())]
@@ -149,7 +151,7 @@ def test_a_critic_masks_what_it_doubts():
     # What one step keeps, a later one may mask again.
     flips = iter([doubt, -doubt, doubt])
     network = Oracle(truth)
-    decode_tokens(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: next(flips))
+    draw_unknown_tokens(network, truth, given_, IDS, keys(1), steps, Decoding(critic_noise=0.0), lambda x: next(flips))
     one, two = (tokens == IDS for tokens, _, _ in network.seen[1:3])
     assert bool((two & ~one).any())
 
@@ -160,7 +162,7 @@ def test_a_critic_masks_what_it_doubts():
 def test_schedules_of_critic_noise(schedule, expected):
     """Oracle: widths written out."""
     choices = Decoding(critic_noise=2.0, critic_noise_schedule=schedule)
-    assert [choices.compute_critic_noise(done) for done in (0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
+    assert [choices.compute_critic_noise_width(done) for done in (0.25, 0.5, 0.75, 1.0)] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("critic", [None, lambda x: torch.zeros(x.shape)])
@@ -169,7 +171,7 @@ def test_a_sample_belongs_to_its_key(critic):
     tokens, nothing = grid(5, 6), torch.zeros(6, 3, 2, 2, dtype=torch.bool)
 
     def run(index):
-        return decode_tokens(chance, tokens[index], nothing[index], IDS, keys(6)[index], 5, criticize=critic)
+        return draw_unknown_tokens(chance, tokens[index], nothing[index], IDS, keys(6)[index], 5, criticize=critic)
 
     whole = run(torch.arange(6))
     for index in (torch.tensor([4]), torch.tensor([5, 0, 3])):
@@ -180,4 +182,4 @@ def test_a_sample_belongs_to_its_key(critic):
 def test_no_steps():
     """Oracle: a ValueError that names the key."""
     with pytest.raises(ValueError, match="num_steps: 0 steps decode nothing"):
-        decode_tokens(chance, grid(0), torch.zeros(2, 3, 2, 2, dtype=torch.bool), IDS, keys(2), 0)
+        draw_unknown_tokens(chance, grid(0), torch.zeros(2, 3, 2, 2, dtype=torch.bool), IDS, keys(2), 0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.systems.phenaki import masking
 from dstrain.systems.phenaki.config import Decoding
-from dstrain.systems.phenaki.decoding import decode_tokens
+from dstrain.systems.phenaki.decoding import draw_unknown_tokens
 
 TOKENS, IDS, BLACK = 9, 6, 0.30
 MASKS = torch.tensor(list(itertools.product((False, True), repeat=TOKENS)))  # (512, 9)
@@ -77,7 +77,7 @@ def black_clips(choices: Decoding, criticize=None) -> float:
     """The share of black clips among CLIPS that are decoded in nine steps."""
     nothing = torch.zeros(CLIPS, 1, 3, 3, dtype=torch.int64)
     key = rng.keys_of_seeds(torch.arange(CLIPS))
-    clips = decode_tokens(predict, nothing, nothing.bool(), IDS, key, TOKENS, choices, criticize)
+    clips = draw_unknown_tokens(predict, nothing, nothing.bool(), IDS, key, TOKENS, choices, criticize)
     return float((clips == 0).flatten(1).all(1).double().mean())
 
 

@@ -130,7 +130,7 @@ def test_no_rows():
 def test_places():
     """Oracle: torch.nonzero."""
     mask = torch.rand(3, 2, 5) < 0.3
-    assert torch.equal(Pending(mask).wait_for_indices(), mask.flatten().nonzero()[:, 0])
+    assert torch.equal(Pending(mask).wait_for_masked_indices(), mask.flatten().nonzero()[:, 0])
 
 
 # -------------------------------------------------------------------------------------------------------- the networks
@@ -218,11 +218,11 @@ def test_guidance():
         for dropped in (False, True)
     ]
     mixed = logits[1] + 3.0 * (logits[0] - logits[1])
-    ids, certainty = net.predict(hidden, None, {"words": words}, torch.rand(3, 24), 0.0, 3.0)
+    ids, certainty = net.draw_masked_tokens(hidden, None, {"words": words}, torch.rand(3, 24), 0.0, 3.0)
     assert torch.equal(ids[masked], mixed.argmax(-1)[masked]) and torch.equal(ids[~masked], tokens[~masked])
     torch.testing.assert_close(certainty[masked], mixed.log_softmax(-1).max(-1).values[masked], rtol=1e-4, atol=1e-4)
     assert not bool(certainty[~masked].any())
-    assert not torch.equal(net.predict(hidden, None, {"words": words}, torch.rand(3, 24), 0.0)[0], ids)
+    assert not torch.equal(net.draw_masked_tokens(hidden, None, {"words": words}, torch.rand(3, 24), 0.0)[0], ids)
 
 
 def test_both_inputs_of_the_self_critic():
@@ -241,7 +241,9 @@ def test_both_inputs_of_the_self_critic():
     apart = torch.autograd.grad(alone.total + judged.square().sum(), weights)
     for ours, theirs in zip(once, apart):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(net.criticize(filled, real, {"words": words})[1:], judged[1:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        net.compute_critic_logits(filled, real, {"words": words})[1:], judged[1:], rtol=1e-4, atol=1e-5
+    )
 
 
 def test_gradient_shrink():

@@ -34,7 +34,7 @@ def test_masks(seed, count, data):
     real[0, data.draw(st.integers(0, count - 1))] = True
     key = rng.keys(seed, 0, torch.arange(1))
     u, noise = rng.uniform(key, "u"), rng.uniform(key, "noise", (count,))
-    found = masking.draw_mask(u, noise, real)[0]
+    found = masking.choose_masked_tokens(u, noise, real)[0]
     number = max(1, round(int(real.sum()) * math.cos(math.pi / 2 * u.item())))
     order = sorted(torch.nonzero(real[0])[:, 0].tolist(), key=lambda place: noise[0, place].item())
     assert torch.nonzero(found)[:, 0].tolist() == sorted(order[:number])

@@ -17,7 +17,7 @@ from dstrain.recipe import Codes, ConfigError, Run
 from dstrain.systems.base import Request
 from dstrain.systems.phenaki import codec
 from dstrain.systems.phenaki.config import Config
-from dstrain.systems.phenaki.maskgit import Pass
+from dstrain.systems.phenaki.maskgit import MaskGitOutput
 from tests.support import tokenizers, towers
 
 TINY = {
@@ -68,7 +68,7 @@ def silent(tokens, masked, weights, uniforms=None, judged=None, **said):
     filled = torch.where(masked & even, (tokens + 1) % 64, tokens) if uniforms is not None else tokens
     zeros = torch.zeros(len(tokens))
     critic = None if judged is None else torch.full(tokens.shape, 2.0)
-    return Pass(torch.zeros((), requires_grad=True), zeros, zeros, filled, critic)
+    return MaskGitOutput(torch.zeros((), requires_grad=True), zeros, zeros, filled, critic)
 
 
 # ----------------------------------------------------------------------------------------------------------------- loss

@@ -62,7 +62,7 @@ def test_tokens_do_not_see_later_frames(network):
     video, frames = clips(), torch.full((3,), 7)
     changed = video.clone()
     changed[:, 5:] = -changed[:, 5:]
-    before, after = network.encode_tokens(video), network.encode_tokens(changed)
+    before, after = network.encode_to_tokens(video), network.encode_to_tokens(changed)
     assert before.shape == (3, 4, 2, 3) and torch.equal(before[:, :3], after[:, :3])
     assert not torch.equal(before[:, 3], after[:, 3])
     first, second = network(video, frames).video, network(changed, frames).video
@@ -71,7 +71,7 @@ def test_tokens_do_not_see_later_frames(network):
 
 def test_pictures_do_not_see_later_tokens(network):
     """Oracle: the frames that were decoded before the last latent frame was changed, and a shorter clip's."""
-    tokens = network.encode_tokens(clips())
+    tokens = network.encode_to_tokens(clips())
     changed = tokens.clone()
     changed[:, 3] = (tokens[:, 3] + 1) % 20
     before, after = network.decode_tokens(tokens), network.decode_tokens(changed)
@@ -100,7 +100,7 @@ def test_round_trip(network):
     """Oracle: the video of the one forward pass, clamped, from its tokens."""
     video, frames = clips(), torch.tensor([7, 5, 1])
     found = network(video, frames)
-    assert torch.equal(found.tokens, network.encode_tokens(video, frames))
+    assert torch.equal(found.tokens, network.encode_to_tokens(video, frames))
     decoded = network.decode_tokens(found.tokens)
     torch.testing.assert_close(decoded, found.video.clamp(-1, 1), rtol=1e-4, atol=1e-5)
 
@@ -217,9 +217,9 @@ def test_the_adversary_weighs_as_the_frame_does():
     of_recon = torch.autograd.grad(
         system._compute_reconstruction_error(passed.video, example).sum(), passed.video, retain_graph=True
     )[0]
-    _, descended = system._compute_critique(nets, passed.video, example)
+    _, descended = system._compute_terms_and_surrogate_loss(nets, passed.video, example)
     pull = torch.autograd.grad(descended.sum(), passed.video)[0]
-    for number, (count, place) in enumerate(zip((7, 5, 1, 1), system._draw_frame_number(example).tolist())):
+    for number, (count, place) in enumerate(zip((7, 5, 1, 1), system._draw_frame_numbers(example).tolist())):
         assert place < count
         added = pull[number] - of_recon[number]
         others = [frame for frame in range(7) if frame != place]
@@ -241,7 +241,7 @@ def test_perceptual(tmp_path):
     nets, example = nets_of(system), system.encode(batch_of(system))
     terms = system.loss("tokenizer", nets, example)
     video = nets["tokenizer"](example["x_start"], example["frames"]).video
-    place, each = system._draw_frame_number(example), torch.arange(4)
+    place, each = system._draw_frame_numbers(example), torch.arange(4)
     expected = Perceptual(tmp_path)(video[each, place], example["x_start"][each, place])
     torch.testing.assert_close(terms["perceptual"], expected.detach(), rtol=1e-4, atol=1e-6)
     judged = build(**JUDGED, perceptual={"path": str(tmp_path), "weight": 0.5})
@@ -287,7 +287,7 @@ def test_codes_and_identity():
     system = build()
     nets, example = nets_of(system), system.encode(batch_of(system))
     tokens = system.codes(nets, example)["tokens"]
-    assert torch.equal(tokens, nets["tokenizer"].encode_tokens(example["x_start"], example["frames"]))
+    assert torch.equal(tokens, nets["tokenizer"].encode_to_tokens(example["x_start"], example["frames"]))
     assert system.codebook_size == 32 and system.encodes
     said = system.identity(nets)[0]
     assert build(num_frames=3, dropout=0.1, entropy_weight=0, codebook_dim=7).identity(nets)[0] == said

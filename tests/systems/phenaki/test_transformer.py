@@ -12,7 +12,7 @@ from dstrain.systems.phenaki.transformer import (
     PositionBias,
     PositionEncoder3d,
     Transformer,
-    build_alibi,
+    build_alibi_bias,
 )
 
 
@@ -125,7 +125,7 @@ def test_position_bias(sides):
 
 def test_alibi():
     """Oracle: the published slopes of eight heads, 1/2 to 1/256."""
-    found = build_alibi(8, 4, torch.zeros(()))
+    found = build_alibi_bias(8, 4, torch.zeros(()))
     torch.testing.assert_close(found[:, 3, 0], torch.tensor([-3 / 2**power for power in range(1, 9)]))
     assert bool((found[:, range(4), range(4)] == 0).all())
 
@@ -181,7 +181,7 @@ def test_bfloat16():
     """Oracle: the float32 network, to the precision of bfloat16."""
     torch.manual_seed(0)
     network, x = Transformer(16, 2, 2, 8, causal=True, over="time"), torch.randn(2, 3, 2, 2, 16)
-    expected = network(x, build_alibi(2, 3, x))
-    found = network.bfloat16()(x.bfloat16(), build_alibi(2, 3, x.bfloat16()))
+    expected = network(x, build_alibi_bias(2, 3, x))
+    found = network.bfloat16()(x.bfloat16(), build_alibi_bias(2, 3, x.bfloat16()))
     assert found.dtype == torch.bfloat16
     torch.testing.assert_close(found.float(), expected, rtol=0.1, atol=0.1)

@@ -144,11 +144,11 @@ def test_there_and_back(tmp_path, changes):
         assert state.keys() == network.state_dict().keys()
         assert all(torch.equal(state[name], value) for name, value in network.state_dict().items())
     example = system.encode(system.synthetic(6))
-    found = to_diffusers.measure_errors(system, {"denoiser": network}, out, example)
+    found = to_diffusers.measure_export_errors(system, {"denoiser": network}, out, example)
     assert len(found) == 1 + ("text_cond_drop_prob" not in changes) and max(found.values()) < 1e-5
     with torch.no_grad():
         network.norm_out.bias += 1e-3
-    assert min(to_diffusers.measure_errors(system, {"denoiser": network}, out, example).values()) > 1e-5
+    assert min(to_diffusers.measure_export_errors(system, {"denoiser": network}, out, example).values()) > 1e-5
 
 
 CLAMPED = {"sampling_clamp_l2norm": True, "sampling_final_clamp_l2norm": True, "init_image_embed_l2norm": True}

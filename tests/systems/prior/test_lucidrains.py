@@ -107,7 +107,7 @@ def test_an_original_file(tmp_path, monkeypatch, capsys, name):
         system, at, trained.choose_weights_kinds(system, at, run.samples.ema), torch.float32
     )
     network, (x, t, texts) = networks["denoiser"].eval().requires_grad_(False), inputs()
-    if not system.config.text_tokens:
+    if not system.config.num_text_tokens:
         texts = {"text_embed": texts["text_embed"]}
     own = {"self_cond": golden.stream("self_cond", (3, 16)).float()} if system.config.self_cond else {}
     everything = {"dropped": torch.ones(3, dtype=bool), "image_dropped": torch.ones(3, dtype=bool)}

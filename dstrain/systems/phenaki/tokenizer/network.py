@@ -22,10 +22,10 @@ from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
 from dstrain.nn.quantize import widen_precision
 from dstrain.nn.sequence import gather_parts, take_own_part, take_own_part_again
 from dstrain.recipe import ConfigError
-from dstrain.systems.phenaki.transformer import ROWS, PositionBias, Transformer, build_alibi
+from dstrain.systems.phenaki.transformer import ROWS, PositionBias, Transformer, build_alibi_bias
 
 
-class Pass(NamedTuple):
+class CViViTOutput(NamedTuple):
     """The outputs of one forward pass, for the loss. Terms are means over a clip's real tokens, see
     nn/lookup_free.Quantized.
     """
@@ -101,30 +101,30 @@ class CViViT(nn.Module):
         )
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
-    def forward(self, video: Tensor, frames: Tensor) -> Pass:
+    def forward(self, video: Tensor, frames: Tensor) -> CViViTOutput:
         """Encodes clips (B, T, C, H, W) to tokens and decodes them. The first `frames`, int64 (B,), frames of a clip
-        are real, the rest is padding. Returns a Pass: the reconstructed clips, the tokens, and the quantizer's loss
-        terms.
+        are real, the rest is padding. Returns a CViViTOutput: the reconstructed clips, the tokens, and the quantizer's
+        loss terms.
         """
         bias = self.spatial_rel_pos_bias(*self.grid)  # (heads, hw, hw)
-        x = self._encode(video, frames, bias)
+        x = self._encode_to_vectors(video, frames, bias)
         real = mark_latent_frames_without_padding(frames, self.temporal_patch_size, x.shape[1])[:, :, None, None]
         quantized: Quantized = self.vq(x, real.expand(x.shape[:-1]).float())
-        return Pass(self._decode(quantized.x, bias), *quantized[1:])
+        return CViViTOutput(self._decode_vectors(quantized.x, bias), *quantized[1:])
 
-    def encode_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
+    def encode_to_tokens(self, video: Tensor, frames: Tensor | None = None) -> Tensor:
         """Encodes clips (B, T, C, H, W) to tokens, int64 (B, t, h, w). `frames`, int64 (B,), is the number of real
         frames of each clip; None: all are real.
         """
         if frames is None:
             frames = torch.full((len(video),), video.shape[1], device=video.device)
-        return self.vq.encode(self._encode(video, frames, self.spatial_rel_pos_bias(*self.grid)))
+        return self.vq.encode(self._encode_to_vectors(video, frames, self.spatial_rel_pos_bias(*self.grid)))
 
     def decode_tokens(self, tokens: Tensor) -> Tensor:
         """Decodes tokens, int64 (B, t, h, w), to clips (B, T, C, H, W) in [-1, 1]."""
-        return self._decode(self.vq.decode(tokens), self.spatial_rel_pos_bias(*self.grid)).clamp(-1, 1)
+        return self._decode_vectors(self.vq.decode(tokens), self.spatial_rel_pos_bias(*self.grid)).clamp(-1, 1)
 
-    def _encode(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
+    def _encode_to_vectors(self, video: Tensor, frames: Tensor, bias: Tensor) -> Tensor:
         """Returns the encoder's vectors, (B, t, h, w, D), before quantization, of clips (B, T, C, H, W) with `frames`,
         int64 (B,), real frames. `bias` (heads, h w, h w) is that of spatial attention.
         """
@@ -136,44 +136,44 @@ class CViViT(nn.Module):
         later = self.to_patch_emb(take_own_part(self._cut_patches(video[:, 1:], self.temporal_patch_size), ROWS))
         x = torch.cat((first, later), dim=1)  # (B, t, h, w, D)
         x = self.enc_spatial_transformer(x, bias)
-        return gather_parts(self.enc_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x)), ROWS)
+        return gather_parts(self.enc_temporal_transformer(x, build_alibi_bias(self.heads, x.shape[1], x)), ROWS)
 
-    def _decode(self, x: Tensor, bias: Tensor) -> Tensor:
+    def _decode_vectors(self, x: Tensor, bias: Tensor) -> Tensor:
         """Decodes quantized vectors (B, t, h, w, D) to clips, float32 (B, T, C, H, W). `bias` (heads, h w, h w) is that
         of spatial attention.
         """
         x = take_own_part_again(
             x, ROWS
         )  # the encoder's tokens were gathered for the quantizer, which measures whole clips
-        x = self.dec_temporal_transformer(x, build_alibi(self.heads, x.shape[1], x))
+        x = self.dec_temporal_transformer(x, build_alibi_bias(self.heads, x.shape[1], x))
         x = self.dec_spatial_transformer(x, bias)
         first = self._join_patches(gather_parts(self.to_pixels_first_frame(x[:, :1]), ROWS), 1)
         later = self._join_patches(gather_parts(self.to_pixels(x[:, 1:]), ROWS), self.temporal_patch_size)
         return widen_precision(torch.cat((first, later), dim=1))
 
-    def _cut_patches(self, video: Tensor, length: int) -> Tensor:
-        """Cuts clips (B, t * length, C, H, W) into patches of `length` frames and s x s pixels, s being patch_size: (B,
-        t, h, w, length * C * s * s).
+    def _cut_patches(self, video: Tensor, patch_frames: int) -> Tensor:
+        """Cuts clips (B, t * patch_frames, C, H, W) into patches of `patch_frames` frames and s x s pixels, s being
+        patch_size: (B, t, h, w, patch_frames * C * s * s).
         """
         (h, w), s = self.grid, self.patch_size
         batch, count, channels = video.shape[:3]
-        x = video.reshape(batch, count // length, length, channels, h, s, w, s)
+        x = video.reshape(batch, count // patch_frames, patch_frames, channels, h, s, w, s)
         return x.permute(0, 1, 4, 6, 2, 3, 5, 7).flatten(4)
 
-    def _join_patches(self, x: Tensor, length: int) -> Tensor:
-        """Inverts `_cut_patches`: (B, t, h, w, length * C * s * s) -> (B, t * length, C, H, W)."""
+    def _join_patches(self, x: Tensor, patch_frames: int) -> Tensor:
+        """Inverts `_cut_patches`: (B, t, h, w, patch_frames * C * s * s) -> (B, t * patch_frames, C, H, W)."""
         (h, w), s = self.grid, self.patch_size
         batch, count = x.shape[:2]
-        channels = x.shape[-1] // (length * s * s)
-        x = x.reshape(batch, count, h, w, length, channels, s, s)
-        return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * length, channels, h * s, w * s)
+        channels = x.shape[-1] // (patch_frames * s * s)
+        x = x.reshape(batch, count, h, w, patch_frames, channels, s, s)
+        return x.permute(0, 1, 4, 5, 2, 6, 3, 7).reshape(batch, count * patch_frames, channels, h * s, w * s)
 
 
-def mark_latent_frames_without_padding(frames: Tensor, temporal_patch_size: int, count: int) -> Tensor:
-    """Returns bool (B, count), True for the latent frames of each clip that are made of real frames only. `frames`,
-    int64 (B,), is the number of real frames of each clip, `count` the number of latent frames.
+def mark_latent_frames_without_padding(frames: Tensor, temporal_patch_size: int, num_latent_frames: int) -> Tensor:
+    """Returns bool (B, num_latent_frames), True for the latent frames of each clip that are made of real frames only.
+    `frames`, int64 (B,), is the number of real frames of each clip, `num_latent_frames` the number of latent frames.
     """
-    return torch.arange(count, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
+    return torch.arange(num_latent_frames, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
 def count_frames_with_tokens(frames: Tensor, temporal_patch_size: int) -> Tensor:
@@ -183,8 +183,10 @@ def count_frames_with_tokens(frames: Tensor, temporal_patch_size: int) -> Tensor
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)
 
 
-def mark_frames_with_tokens(frames: Tensor, temporal_patch_size: int, total: int) -> Tensor:
-    """Returns bool (B, total), True for the frames of each clip that lie in latent frames made of real frames only.
-    `frames`, int64 (B,), is the number of real frames of each clip, `total` the number of all frames.
+def mark_frames_with_tokens(frames: Tensor, temporal_patch_size: int, num_frames: int) -> Tensor:
+    """Returns bool (B, num_frames), True for the frames of each clip that lie in latent frames made of real frames
+    only. `frames`, int64 (B,), is the number of real frames of each clip, `num_frames` the number of all frames.
     """
-    return torch.arange(total, device=frames.device) < count_frames_with_tokens(frames, temporal_patch_size)[:, None]
+    return (
+        torch.arange(num_frames, device=frames.device) < count_frames_with_tokens(frames, temporal_patch_size)[:, None]
+    )

@@ -25,7 +25,7 @@ from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
 from dstrain.systems.phenaki.tokenizer.network import (
     CViViT,
-    Pass,
+    CViViTOutput,
     count_frames_with_tokens,
     mark_frames_with_tokens,
     mark_latent_frames_without_padding,
@@ -102,19 +102,19 @@ class TokenizerSystem(System):
                 discriminator learns, also the adversarial terms of one frame.
         shares  for `observe`, the shares of codes in each sample; only with the quantizer lookup_free.
         """
-        passed = nets["tokenizer"](example["x_start"], example["frames"])
-        terms, shares = self._select_code_terms(passed), {}
+        outputs = nets["tokenizer"](example["x_start"], example["frames"])
+        terms, shares = self._select_code_terms(outputs), {}
         if self._usage is not None:
             terms["diversity"] = self._usage.compute_cross_entropy(
-                passed.shares, compute_codebook_bits(self.codebook_size)
+                outputs.shares, compute_codebook_bits(self.codebook_size)
             )
-            shares = {"shares": passed.shares.detach()}
+            shares = {"shares": outputs.shares.detach()}
         coding = self._compute_code_loss(terms)
         if not self.picture_loss.adversarial:
-            terms |= self._compute_distance_terms(passed.video, example)
+            terms |= self._compute_distance_terms(outputs.video, example)
             loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
         else:
-            judged, pull = self._compute_critique(nets, passed.video, example)
+            judged, pull = self._compute_terms_and_surrogate_loss(nets, outputs.video, example)
             terms |= judged
             value = (
                 self.picture_loss.compute_reconstruction_loss(terms)
@@ -124,41 +124,46 @@ class TokenizerSystem(System):
             loss = make_loss_of_value_and_gradient(value, pull + coding)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
-    def _compute_critique(self, nets: Nets, made: Tensor, example: Example) -> tuple[Terms, Tensor]:
-        """Returns the terms of reconstructed clips `made` (B, T, C, H, W), and a tensor (B,). The tensor's gradient
-        with respect to the clips is the sum of the gradients of reconstruction error, perceptual distance and
-        adversarial loss.
+    def _compute_terms_and_surrogate_loss(
+        self, nets: Nets, reconstruction: Tensor, example: Example
+    ) -> tuple[Terms, Tensor]:
+        """Returns the terms of reconstructed clips (B, T, C, H, W), and a tensor (B,). The tensor's gradient with
+        respect to the clips is the sum of the gradients of reconstruction error, perceptual distance and adversarial
+        loss.
         """
-        place, x = self._draw_frame_number(example), example["x_start"]
-        video = made.detach().requires_grad_()
+        place, x = self._draw_frame_numbers(example), example["x_start"]
+        video = reconstruction.detach().requires_grad_()
         terms = {"recon": self._compute_reconstruction_error(video, example)}
         of_recon = compute_picture_gradient(terms["recon"], video)  # (B, T, C, H, W)
-        frame, truth = _take_frame(made.detach(), place).requires_grad_(), _take_frame(x, place)
+        frame, truth = (
+            _take_one_frame_each(reconstruction.detach(), place).requires_grad_(),
+            _take_one_frame_each(x, place),
+        )
         of_frame = torch.zeros_like(frame)
         if perceived := self.picture_loss.measure_perceptual_distance(frame, truth):
             terms |= perceived
             of_frame = self.config.perceptual.weight * compute_picture_gradient(terms["perceptual"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
         count = count_frames_with_tokens(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
-        of_mean = count * _take_frame(of_recon, place) + of_frame
+        of_mean = count * _take_one_frame_each(of_recon, place) + of_frame
         critique, of_critique = self.picture_loss.compute_critique(nets, example, frame, truth, of_mean)
         pull = of_recon.index_put(
             (torch.arange(len(place), device=place.device), place), of_frame + of_critique, accumulate=True
         )
-        return terms | critique, (made * pull).flatten(1).sum(1)
+        return terms | critique, (reconstruction * pull).flatten(1).sum(1)
 
-    def observe(self, seen: Terms) -> None:
-        """Updates the running shares of codes by seen["shares"], the shares in each sample of a global batch."""
-        self._usage.update_shares(seen["shares"])
+    def observe(self, terms: Terms) -> None:
+        """Updates the running shares of codes by terms["shares"], the shares in each sample of a global batch."""
+        self._usage.update_shares(terms["shares"])
 
-    def _select_code_terms(self, passed: Pass) -> Terms:
+    def _select_code_terms(self, outputs: CViViTOutput) -> Terms:
         """Returns the quantizer's loss terms by name, (B,) each: commitment and entropy for lookup_free, commitment and
         codebook for cosine, none for fsq.
         """
         if self.config.quantizer == "fsq":
             return {}
         other = "codebook" if self._usage is None else "entropy"
-        return {"commitment": passed.commitment, other: getattr(passed, other)}
+        return {"commitment": outputs.commitment, other: getattr(outputs, other)}
 
     def _compute_code_loss(self, terms: Terms) -> Tensor | float:
         """Returns the quantizer's part of the loss, (B,), or 0 for fsq. If `terms` has no `diversity`, as on held-out
@@ -179,11 +184,11 @@ class TokenizerSystem(System):
         """Returns `recon`, the reconstruction error of each clip (B,), and, if the config has a perceptual loss,
         `perceptual`, (B,), of one random frame of each clip.
         """
-        place = self._draw_frame_number(example)
+        place = self._draw_frame_numbers(example)
         return {
             "recon": self._compute_reconstruction_error(video, example)
         } | self.picture_loss.measure_perceptual_distance(
-            _take_frame(video, place), _take_frame(example["x_start"], place)
+            _take_one_frame_each(video, place), _take_one_frame_each(example["x_start"], place)
         )
 
     def _compute_reconstruction_error(self, video: Tensor, example: Example) -> Tensor:
@@ -192,7 +197,7 @@ class TokenizerSystem(System):
             (video - example["x_start"]).square().flatten(2).mean(2), self._mark_frames_with_tokens(example)
         )
 
-    def _draw_frame_number(self, example: Example) -> Tensor:
+    def _draw_frame_numbers(self, example: Example) -> Tensor:
         """Draws the number of a random frame of each clip, int64 (B,), from the samples' keys. Takes only frames that
         lie in latent frames without padding.
         """
@@ -212,10 +217,10 @@ class TokenizerSystem(System):
         psnr, ssim  (B,), averaged over a clip's frames in latent frames without padding.
         usage       (B, K), the share of each of the K tokens.
         """
-        passed: Pass = nets["tokenizer"](example["x_start"], example["frames"])
-        terms = self._select_code_terms(passed) | self._compute_distance_terms(passed.video, example)
-        counted, tokens = self._mark_frames_with_tokens(example), passed.tokens
-        by_frame = measure_psnr_and_ssim(passed.video.flatten(0, 1), example["x_start"].flatten(0, 1))
+        outputs: CViViTOutput = nets["tokenizer"](example["x_start"], example["frames"])
+        terms = self._select_code_terms(outputs) | self._compute_distance_terms(outputs.video, example)
+        counted, tokens = self._mark_frames_with_tokens(example), outputs.tokens
+        by_frame = measure_psnr_and_ssim(outputs.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {
             name: _average_marked_frames(values.view(counted.shape), counted) for name, values in by_frame.items()
         }
@@ -253,7 +258,7 @@ class TokenizerSystem(System):
         """Encodes the example's clips: {"tokens": int64 (B, t, h, w)}. Tokens of latent frames with padding have no
         meaning.
         """
-        return {"tokens": nets["tokenizer"].encode_tokens(example["x_start"], example["frames"])}
+        return {"tokens": nets["tokenizer"].encode_to_tokens(example["x_start"], example["frames"])}
 
     @torch.no_grad()
     def decode(self, nets: Nets, codes: Tensor) -> Tensor:
@@ -328,11 +333,13 @@ class TokenizerSystem(System):
         return {"key": key, "position": positions, "video": video, "frames": frames}
 
 
-def _take_frame(video: Tensor, place: Tensor) -> Tensor:
-    """Returns one frame of each clip, the one with the number `place`, int64 (B,): (B, T, C, H, W) -> (B, C, H, W)."""
-    return video[torch.arange(len(video), device=place.device), place]
+def _take_one_frame_each(video: Tensor, frame_numbers: Tensor) -> Tensor:
+    """Returns one frame of each clip, the one whose number `frame_numbers` gives, int64 (B,): (B, T, C, H, W) -> (B, C,
+    H, W).
+    """
+    return video[torch.arange(len(video), device=frame_numbers.device), frame_numbers]
 
 
-def _average_marked_frames(values: Tensor, counted: Tensor) -> Tensor:
-    """Returns the mean of each clip's `values` (B, T) over the frames where `counted`, bool (B, T), is True: (B,)."""
-    return torch.where(counted, values, 0.0).sum(1) / counted.sum(1)
+def _average_marked_frames(values: Tensor, marked: Tensor) -> Tensor:
+    """Returns the mean of each clip's `values` (B, T) over the frames where `marked`, bool (B, T), is True: (B,)."""
+    return torch.where(marked, values, 0.0).sum(1) / marked.sum(1)
