@@ -82,7 +82,7 @@ class Config(Fields):
         """
         if not self.sines and not self.block.rope:
             raise ConfigError("sines: without them and without block.rope no patch has a place; set block.rope=true")
-        self._require_consistent_texts()
+        self._require_consistent_text_fields()
         self._require_valid_joint_blocks(network_shape)
         is_read = self.tokens.label or self.num_classes == 1 or self.reads_texts
         if self.block.modulation == "none" and not (self.tokens.time and is_read):
@@ -152,7 +152,7 @@ class Config(Fields):
                     "give smaller images"
                 )
 
-    def _require_consistent_texts(self) -> None:
+    def _require_consistent_text_fields(self) -> None:
         """Raises ConfigError if the fields on texts contradict each other or the cached text encodings, or if one of
         them is set without condition=text.
         """

@@ -116,7 +116,7 @@ def crop_positions_to_grid(state: dict[str, Tensor], notes: list[str], network: 
     return state | {_POSITIONS: cut.clone()}, [*notes, note]
 
 
-def require_expressible(config: Config) -> None:
+def require_expressible_in_diffusers(config: Config) -> None:
     """Raises ConfigError for the first field of a model with joint blocks that diffusers' StableDiffusion3Pipeline
     cannot express.
     """

@@ -454,9 +454,9 @@ class DiTSystem(System):
 
     def require_expressible(self) -> None:
         if self.config.block.joint:
-            sd3.require_expressible(self.config)
+            sd3.require_expressible_in_diffusers(self.config)
         else:
-            weights.require_expressible(self.config)
+            weights.require_expressible_in_diffusers(self.config)
         self.process.make_scheduler_arguments(velocities=not self.config.block.joint)
 
     def decays(self, name: str, weight: Tensor) -> bool:

@@ -167,14 +167,14 @@ def save_export(
     system: DiTSystem,
     nets: Mapping[str, nn.Module],
     folder: Path,
-    statistics: Callable[[], dict[str, Any]] = dict,
-    classes: Callable[[], Sequence[str]] = tuple,
+    get_statistics: Callable[[], dict[str, Any]] = dict,
+    get_class_names: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Writes the model into `folder`, from which diffusers' from_pretrained loads it. Raises ConfigError if diffusers'
     classes cannot express the model.
 
-    classes     returns the names of the classes by label; () if they are unknown.
-    statistics  is not used here; exports of autoencoders need it.
+    get_class_names  returns the names of the classes by label; () if they are unknown.
+    get_statistics   is not used here; exports of autoencoders need it.
     """
     from diffusers import DiTPipeline
 
@@ -198,7 +198,7 @@ def save_export(
         DiTPipeline(transformer, vae, scheduler).save_pretrained(folder)
     else:
         ClassPipeline(transformer, scheduler, vae, guidance_channels=config.guidance_channels).save_pretrained(folder)
-    if names := classes():
+    if names := get_class_names():
         add_to_model_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 

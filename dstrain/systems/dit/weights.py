@@ -382,7 +382,7 @@ def describe_inexpressible_field(config: Config) -> str | None:
     return None
 
 
-def require_expressible(config: Config) -> None:
+def require_expressible_in_diffusers(config: Config) -> None:
     """Raises ConfigError if no pipeline can draw from an export of the model: if it draws clips, if it reads texts with
     other choices than PixArt's, or if it reads labels together with sizes or image embeddings.
     """

@@ -88,14 +88,14 @@ def save_export(
     system: IDDPMSystem,
     nets: Mapping[str, nn.Module],
     folder: Path,
-    statistics: Callable[[], dict[str, Any]] = dict,
-    classes: Callable[[], Sequence[str]] = tuple,
+    get_statistics: Callable[[], dict[str, Any]] = dict,
+    get_class_names: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Writes the model into `folder`, from which diffusers' from_pretrained loads it. Raises ConfigError if diffusers'
     classes cannot express the model.
 
-    classes     returns the names of the classes by label; () if they are unknown.
-    statistics  is not used here; exports of other systems need it.
+    get_class_names  returns the names of the classes by label; () if they are unknown.
+    get_statistics   is not used here; exports of other systems need it.
     """
     from diffusers import DDPMPipeline, UNet2DModel
 
@@ -114,7 +114,7 @@ def save_export(
         return
     pipeline = ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null)
     pipeline.save_pretrained(folder)
-    if config.class_cond and (names := classes()):
+    if config.class_cond and (names := get_class_names()):
         add_to_model_index(folder, id2label={str(number): name for number, name in enumerate(names)})
 
 

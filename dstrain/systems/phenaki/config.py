@@ -153,10 +153,10 @@ class Config(SystemConfig, ReadsTexts):
                 f"critic_labels={self.critic_labels}: there is no critic; set model.critic=token, or leave it out"
             )
         if self.codes is not None:
-            self._require_fitting_codes(self.codes)
+            self._require_fitting_cached_codes(self.codes)
         return self
 
-    def _require_fitting_codes(self, codes: Codes) -> None:
+    def _require_fitting_cached_codes(self, codes: Codes) -> None:
         """Raises ConfigError if the cached tokens or text encodings, which `codes` describes, do not fit the model."""
         if codes.codebook_size not in (None, self.codebook_size):
             raise ConfigError(

@@ -77,7 +77,7 @@ class Vocabulary(Linear):
             return TokenLoss(total, *(rows[:count] for rows in of_rows))
         ids, certainty = [uniforms.new_zeros(0, dtype=torch.int64)], [uniforms.new_zeros(0)]
         for rows, logits in _iterate_logit_chunks(x, self.weight, self.bias, self.chunk):
-            ids.append(_draw_ids(logits, uniforms[rows], temperature))
+            ids.append(_draw_token_ids(logits, uniforms[rows], temperature))
             certainty.append(logits.gather(1, ids[-1][:, None])[:, 0] - logits.logsumexp(1))
         return torch.cat(ids)[:count], torch.cat(certainty)[:count]
 
@@ -101,7 +101,7 @@ def _iterate_logit_chunks(x: Tensor, weight: Tensor, bias: Tensor, size: int) ->
         yield rows, widen_precision(torch.addmm(bias, x[rows], weight.t()))
 
 
-def _draw_ids(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
+def _draw_token_ids(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:
     """Draws an id from softmax(logits / temperature) for each row of logits (C, V) by uniform numbers (C,) in [0, 1):
     int64 (C,). Temperature 0 takes the most likely id.
     """
@@ -139,7 +139,7 @@ class _CrossEntropy(torch.autograd.Function):
                 loss[rows] -= smoothing * logits.mean(1)
             hits[rows] = (logits.argmax(1) == target[:, 0]).to(hits.dtype)
             if uniforms is not None:
-                ids[rows] = _draw_ids(logits, uniforms[rows], temperature)
+                ids[rows] = _draw_token_ids(logits, uniforms[rows], temperature)
             if not learns:
                 continue
             gradient = logits.sub_(log_norm[:, None]).exp_()

@@ -432,7 +432,7 @@ class PriorSystem(System):
         return state, []
 
     def require_expressible(self) -> None:
-        weights.require_expressible(self.config)
+        weights.require_expressible_in_diffusers(self.config)
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Returns whether weight decay applies to the weight `name`: True for matrices of linear layers and tables of

@@ -91,12 +91,12 @@ def save_export(
     system: PriorSystem,
     nets: Mapping[str, nn.Module],
     folder: Path,
-    statistics: Callable[[], dict[str, Any]] = dict,
-    classes: Callable[[], Sequence[str]] = tuple,
+    get_statistics: Callable[[], dict[str, Any]] = dict,
+    get_class_names: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Writes the model into `folder`, from which diffusers' from_pretrained loads it. Raises ConfigError if diffusers'
-    network cannot express a field of the model. `statistics` and `classes` are not used here; exports of other systems
-    need them.
+    network cannot express a field of the model. `get_statistics` and `get_class_names` are not used here; exports of
+    other systems need them.
     """
     from diffusers import PriorTransformer
 

@@ -200,7 +200,7 @@ def require_same_config(diffusers_config: Mapping[str, Any], config: Config) -> 
     fitting.require_matching_diffusers_config(loaded, ("PriorTransformer",), "prior", expected, fields)
 
 
-def require_expressible(config: Config) -> None:
+def require_expressible_in_diffusers(config: Config) -> None:
     """Raises ConfigError if diffusers' PriorTransformer cannot hold the model, because of one of its fields."""
     if config.lucidrains is not None:
         raise ConfigError("lucidrains: diffusers' PriorTransformer is another network; take --format safetensors")

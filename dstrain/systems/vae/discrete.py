@@ -129,11 +129,13 @@ class DiscreteVAE(nn.Module):
         )
         return self.convert_to_pixels(widen_precision(self.decoder(vectors))).clamp(0, 1)
 
-    def convert_to_pixels(self, out: Tensor) -> Tensor:
+    def convert_to_pixels(self, decoder_output: Tensor) -> Tensor:
         """Converts the decoder's output (B, C or 2C, H, W) to images (B, C, H, W) in about [0, 1]; they are not
         clamped.
         """
-        return decode_logit_laplace(out) if self.logit_laplace else self.normalize.denormalize(out)
+        return (
+            decode_logit_laplace(decoder_output) if self.logit_laplace else self.normalize.denormalize(decoder_output)
+        )
 
     def _encode_to_features(self, x: Tensor) -> Tensor:
         """Returns the encoder's output for images (B, C, H, W) in [0, 1]: logits (B, K, h, w) with gumbel, else

@@ -88,7 +88,7 @@ class DiscreteSystem(AutoencoderSystem):
         """
         outputs = self._run_network(nets, example)
         terms, coding = self._compute_code_terms(outputs, example)
-        terms |= self.compute_distance_terms(nets, outputs.out, example)
+        terms |= self.compute_reconstruction_terms(nets, outputs.out, example)
         tokens, loss = self._get_tokens(outputs), self.picture_loss.compute_reconstruction_loss(terms) + coding
         usage = measure_token_shares(tokens, self.codebook_size)
         return (
@@ -160,25 +160,25 @@ class DiscreteSystem(AutoencoderSystem):
         """Returns the tokens, int64 (B, h, w), of a forward pass; with gumbel the most likely ones."""
         return outputs.logits.argmax(1) if self.relaxed else outputs.tokens
 
-    def compute_distance_terms(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+    def compute_reconstruction_terms(self, nets: Nets, decoder_output: Tensor, example: Example) -> Terms:
         """Returns `recon`, the reconstruction error (B,), and, if the config has a perceptual loss, `perceptual`, (B,),
         of the decoder's output.
         """
         x, kind = (example["x_start"] + 1) / 2, self.discrete.reconstruction
         recon = (
-            losses.compute_logit_laplace_loss(out, x)
+            losses.compute_logit_laplace_loss(decoder_output, x)
             if kind == "logit_laplace"
-            else losses.compute_mean_error(kind, out, nets["autoencoder"].normalize.normalize(x))
+            else losses.compute_mean_error(kind, decoder_output, nets["autoencoder"].normalize.normalize(x))
         )
         if not self.picture_loss.perceives:
             return {"recon": recon}
         return {"recon": recon} | self.picture_loss.measure_perceptual_distance(
-            self.convert_to_picture(nets, out), example["x_start"]
+            self.convert_to_picture(nets, decoder_output), example["x_start"]
         )
 
-    def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
+    def convert_to_picture(self, nets: Nets, decoder_output: Tensor) -> Tensor:
         """Converts the decoder's output (B, C or 2C, H, W) to pictures (B, C, H, W) in about [-1, 1]."""
-        return 2 * nets["autoencoder"].convert_to_pixels(out) - 1
+        return 2 * nets["autoencoder"].convert_to_pixels(decoder_output) - 1
 
     def get_last_decoder_layer(self, nets: Nets) -> nn.Conv2d:
         """Returns the decoder's last convolution, whose output is the decoder's."""

@@ -59,9 +59,9 @@ class KLSystem(AutoencoderSystem):
         kl = _compute_kl_to_normal(outputs)
         return outputs.picture, {"kl": kl}, self._compute_kl_loss(kl)
 
-    def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
+    def convert_to_picture(self, nets: Nets, decoder_output: Tensor) -> Tensor:
         """Returns the decoder's output unchanged: it is the picture already, in about [-1, 1]."""
-        return out
+        return decoder_output
 
     def get_last_decoder_layer(self, nets: Nets) -> nn.Conv2d:
         """Returns the decoder's last convolution, whose output is the decoder's."""
@@ -77,7 +77,9 @@ class KLSystem(AutoencoderSystem):
         latent_mean, latent_square  (B, c), by channel, see `_compute_latent_mean_and_square`.
         """
         outputs = self._run_network(nets, example)
-        terms = {"kl": _compute_kl_to_normal(outputs)} | self.compute_distance_terms(nets, outputs.picture, example)
+        terms = {"kl": _compute_kl_to_normal(outputs)} | self.compute_reconstruction_terms(
+            nets, outputs.picture, example
+        )
         loss = self.picture_loss.compute_reconstruction_loss(terms) + self._compute_kl_loss(terms["kl"])
         return (
             terms
@@ -106,14 +108,14 @@ class KLSystem(AutoencoderSystem):
         """
         return nets["autoencoder"](example["x_start"], rng.normal(example["key"], "latent", self.latent_shape))
 
-    def compute_distance_terms(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+    def compute_reconstruction_terms(self, nets: Nets, decoder_output: Tensor, example: Example) -> Terms:
         """Returns `recon`, the reconstruction error (B,), and, if the config has a perceptual loss, `perceptual`, (B,),
         of the decoder's output.
         """
         x = example["x_start"]
         return {
-            "recon": losses.compute_mean_error(self.kl.reconstruction, out, x)
-        } | self.picture_loss.measure_perceptual_distance(out, x)
+            "recon": losses.compute_mean_error(self.kl.reconstruction, decoder_output, x)
+        } | self.picture_loss.measure_perceptual_distance(decoder_output, x)
 
     def _compute_kl_loss(self, kl: Tensor) -> Tensor:
         """Returns the KL's part of the loss, (B,): kl_weight * kl / number of values of an image. `kl` (B,)

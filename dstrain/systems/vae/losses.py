@@ -24,22 +24,22 @@ def compute_mean_error(error_kind: Literal["l1", "mse", "smooth_l1"], picture: T
     return _ERRORS[error_kind](picture, truth, reduction="none").flatten(1).mean(1)
 
 
-def compute_logit_laplace_loss(out: Tensor, truth: Tensor) -> Tensor:
+def compute_logit_laplace_loss(decoder_output: Tensor, truth: Tensor) -> Tensor:
     """Returns the negative log density of each sample in nats, averaged over its values, (B,), under logit-Laplace
     distributions.
 
-    out    (B, 2C, H, W), the distributions' means, then their log scales, which are raised to at least -6.
-    truth  (B, C, H, W), pixels in [0, 1].
+    decoder_output  (B, 2C, H, W), the distributions' means, then their log scales, which are raised to at least -6.
+    truth           (B, C, H, W), pixels in [0, 1].
     """
-    mean, log_scale = out.chunk(2, dim=1)
+    mean, log_scale = decoder_output.chunk(2, dim=1)
     log_scale = log_scale.clamp(min=LEAST_LOG_SCALE)
     y = (1 - 2 * EPS) * truth + EPS
     nats = math.log(2) + log_scale + torch.log(y * (1 - y)) + (torch.logit(y) - mean).abs() * torch.exp(-log_scale)
     return nats.flatten(1).mean(1)
 
 
-def decode_logit_laplace(out: Tensor) -> Tensor:
-    """Returns the pixels (B, C, H, W) at the medians of logit-Laplace distributions, whose means and log scales `out`
-    (B, 2C, H, W) holds. The pixels are between -1/8 and 9/8.
+def decode_logit_laplace(decoder_output: Tensor) -> Tensor:
+    """Returns the pixels (B, C, H, W) at the medians of logit-Laplace distributions, whose means and log scales
+    `decoder_output` (B, 2C, H, W) holds. The pixels are between -1/8 and 9/8.
     """
-    return (out.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)
+    return (decoder_output.chunk(2, dim=1)[0].sigmoid() - EPS) / (1 - 2 * EPS)

@@ -37,9 +37,11 @@ def get_final_temperature(schedule: Temperature) -> float:
     return schedule.start if schedule.schedule == "constant" else schedule.minimum
 
 
-def compute_kl_weight(weight: float, warmup: int, step: Tensor) -> Tensor:
+def compute_kl_weight(final_weight: float, warmup_steps: int, step: Tensor) -> Tensor:
     """Returns the KL weight at optimizer steps, int64 (B,) -> float32 (B,). It grows linearly from 0 at step 0 to
-    `weight` at step `warmup`; for warmup 0 it is `weight` from the start.
+    `final_weight` at step `warmup_steps`; for warmup_steps 0 it is `final_weight` from the start.
     """
-    progress = (step.double() / warmup).clamp(max=1) if warmup else torch.ones_like(step, dtype=torch.float64)
-    return (weight * progress).float()
+    progress = (
+        (step.double() / warmup_steps).clamp(max=1) if warmup_steps else torch.ones_like(step, dtype=torch.float64)
+    )
+    return (final_weight * progress).float()

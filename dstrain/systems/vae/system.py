@@ -71,11 +71,11 @@ class AutoencoderSystem(System):
         with record_layer_inputs(last) if by_last_layer else nullcontext([]) as entered:
             out, terms, coding = self.compute_output_and_code_loss(nets, example)
         if not self.picture_loss.adversarial:
-            terms |= self.compute_distance_terms(nets, out, example)
+            terms |= self.compute_reconstruction_terms(nets, out, example)
             loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
         else:
             leaf = out.detach().requires_grad_()
-            terms |= self.compute_distance_terms(nets, leaf, example)
+            terms |= self.compute_reconstruction_terms(nets, leaf, example)
             of_distance = compute_picture_gradient(self.picture_loss.compute_reconstruction_loss(terms), leaf)
             layer = LastLayer(entered[0], last.kernel_size[0]) if by_last_layer else None
             critique, of_critique = self.picture_loss.compute_critique(
@@ -98,13 +98,13 @@ class AutoencoderSystem(System):
         """
 
     @abstractmethod
-    def compute_distance_terms(self, nets: Nets, out: Tensor, example: Example) -> Terms:
+    def compute_reconstruction_terms(self, nets: Nets, decoder_output: Tensor, example: Example) -> Terms:
         """Returns the terms that compare the decoder's output with the image, (B,) each: `recon`, the reconstruction
         error, and `perceptual`, if the config has a perceptual loss.
         """
 
     @abstractmethod
-    def convert_to_picture(self, nets: Nets, out: Tensor) -> Tensor:
+    def convert_to_picture(self, nets: Nets, decoder_output: Tensor) -> Tensor:
         """Converts the decoder's output to pictures (B, C, H, W) in about [-1, 1]."""
 
     @abstractmethod

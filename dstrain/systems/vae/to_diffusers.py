@@ -4,7 +4,7 @@ dstrain/commands/export.py needs these names of every system's to_diffusers.py:
 
     describe_export(system)        the class in diffusers, notes for users ("": none), and Python code that draws from
                                    the folder "OUT", into `images` or `image_embeds`
-    save_export(system, nets, folder, statistics, classes)
+    save_export(system, nets, folder, get_statistics, get_class_names)
                                    writes what diffusers loads; raises ConfigError if diffusers cannot express it
     measure_export_errors(system, nets, folder, example)
                                    the largest relative errors, by name, of what diffusers computes with the folder,
@@ -62,21 +62,22 @@ def save_export(
     system: AutoencoderSystem,
     nets: Mapping[str, nn.Module],
     folder: Path,
-    statistics: Callable[[], dict[str, Any]],
-    classes: Callable[[], Sequence[str]] = tuple,
+    get_statistics: Callable[[], dict[str, Any]],
+    get_class_names: Callable[[], Sequence[str]] = tuple,
 ) -> None:
     """Writes config.json and the weights of diffusers' AutoencoderKL into `folder`. Raises ConfigError for a discrete
     VAE.
 
-    statistics  statistics() returns a dict with scaling_factor, 1 / the standard deviation of latents, for config.json.
-    classes     has no effect.
+    get_statistics   get_statistics() returns a dict with scaling_factor, 1 / the standard deviation of latents, for
+                     config.json.
+    get_class_names  has no effect.
     """
     from diffusers import AutoencoderKL
 
     system.require_expressible()
     network = nets["autoencoder"]
     config = {name: value for name, value in network.config.items() if name[0] != "_"}
-    config |= {"sample_size": system.config.image_size, "scaling_factor": statistics()["scaling_factor"]}
+    config |= {"sample_size": system.config.image_size, "scaling_factor": get_statistics()["scaling_factor"]}
     with torch.device("meta"):
         model = AutoencoderKL(**config)
     model.load_state_dict(network.state_dict(), assign=True)

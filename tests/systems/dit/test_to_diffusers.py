@@ -95,7 +95,7 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
     """
     system, nets = made(tmp_path, CASES[case])
     names = [f"class {number}, kind {number}" for number in range(7)]
-    to_diffusers.save_export(system, nets, tmp_path / "out", classes=lambda: names)
+    to_diffusers.save_export(system, nets, tmp_path / "out", get_class_names=lambda: names)
     errors = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", probe(system))
     assert errors.keys() == {"with label"} | ({"without label"} if system.config.class_dropout_prob else set())
     assert max(errors.values()) < 1e-5
@@ -165,7 +165,7 @@ def test_our_pipeline_draws_the_same(tmp_path, case):
     """Oracle: `sample` of the trained network from the same noise, and guided, to one level; DiTPipeline draws none."""
     system, nets = made(tmp_path, *OURS[case])
     out, latents = tmp_path / "out", OURS[case][1]
-    to_diffusers.save_export(system, nets, out, classes=lambda: [f"kind {number}" for number in range(7)])
+    to_diffusers.save_export(system, nets, out, get_class_names=lambda: [f"kind {number}" for number in range(7)])
     assert (out / "pipeline.py").is_file() and (out / "vae").is_dir() == latents
     name = "ClassTransformer" if case in OF_OUR_CLASS else "DiTTransformer2DModel"
     assert to_diffusers.describe_export(system)[0] == name
@@ -353,7 +353,7 @@ def test_our_class_there_and_back(tmp_path, case):
     and written again, which holds all of its code.
     """
     system, nets = made(tmp_path, *OF_OUR_CLASS[case])
-    to_diffusers.save_export(system, nets, tmp_path / "out", classes=lambda: ["kind"] * 7)
+    to_diffusers.save_export(system, nets, tmp_path / "out", get_class_names=lambda: ["kind"] * 7)
     ((values, notes),) = read_adapted_weights(tmp_path / "out", system).values()
     assert same(values, nets["denoiser"].state_dict()) and notes[0].endswith("(ClassTransformer)") and len(notes) == 1
     other, _ = made(tmp_path, OF_OUR_CLASS[case][0] | {"num_heads": 4}, OF_OUR_CLASS[case][1])

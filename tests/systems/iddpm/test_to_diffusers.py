@@ -136,7 +136,7 @@ def test_the_pipeline_draws_the_same(tmp_path, monkeypatch, case):
 def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     """Oracle: `sample` from the same noise and the same conditions, by both schedulers, to one level."""
     system, nets = made(CASES[case])
-    to_diffusers.save_export(system, nets, tmp_path / "out", classes=lambda: ["a", "b", "c"])
+    to_diffusers.save_export(system, nets, tmp_path / "out", get_class_names=lambda: ["a", "b", "c"])
     pipeline = DiffusionPipeline.from_pretrained(
         tmp_path / "out", custom_pipeline=str(tmp_path / "out"), trust_remote_code=True
     )

@@ -103,15 +103,15 @@ class TokenizerSystem(System):
         shares  for `observe`, the shares of codes in each sample; only with the quantizer lookup_free.
         """
         outputs = nets["tokenizer"](example["x_start"], example["frames"])
-        terms, shares = self._select_code_terms(outputs), {}
+        terms, shares = self._select_quantizer_terms(outputs), {}
         if self._usage is not None:
             terms["diversity"] = self._usage.compute_cross_entropy(
                 outputs.shares, compute_codebook_bits(self.codebook_size)
             )
             shares = {"shares": outputs.shares.detach()}
-        coding = self._compute_code_loss(terms)
+        coding = self._compute_quantizer_loss(terms)
         if not self.picture_loss.adversarial:
-            terms |= self._compute_distance_terms(outputs.video, example)
+            terms |= self._compute_reconstruction_terms(outputs.video, example)
             loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
         else:
             judged, pull = self._compute_terms_and_surrogate_loss(nets, outputs.video, example)
@@ -156,7 +156,7 @@ class TokenizerSystem(System):
         """Updates the running shares of codes by terms["shares"], the shares in each sample of a global batch."""
         self._usage.update_shares(terms["shares"])
 
-    def _select_code_terms(self, outputs: CViViTOutput) -> Terms:
+    def _select_quantizer_terms(self, outputs: CViViTOutput) -> Terms:
         """Returns the quantizer's loss terms by name, (B,) each: commitment and entropy for lookup_free, commitment and
         codebook for cosine, none for fsq.
         """
@@ -165,7 +165,7 @@ class TokenizerSystem(System):
         other = "codebook" if self._usage is None else "entropy"
         return {"commitment": outputs.commitment, other: getattr(outputs, other)}
 
-    def _compute_code_loss(self, terms: Terms) -> Tensor | float:
+    def _compute_quantizer_loss(self, terms: Terms) -> Tensor | float:
         """Returns the quantizer's part of the loss, (B,), or 0 for fsq. If `terms` has no `diversity`, as on held-out
         data, the loss of uneven use of codes is left out.
         """
@@ -180,21 +180,21 @@ class TokenizerSystem(System):
             entropy = entropy - config.diversity_gamma * terms["diversity"]
         return commitment + config.entropy_weight * entropy
 
-    def _compute_distance_terms(self, video: Tensor, example: Example) -> Terms:
+    def _compute_reconstruction_terms(self, reconstruction: Tensor, example: Example) -> Terms:
         """Returns `recon`, the reconstruction error of each clip (B,), and, if the config has a perceptual loss,
         `perceptual`, (B,), of one random frame of each clip.
         """
         place = self._draw_frame_numbers(example)
         return {
-            "recon": self._compute_reconstruction_error(video, example)
+            "recon": self._compute_reconstruction_error(reconstruction, example)
         } | self.picture_loss.measure_perceptual_distance(
-            _take_one_frame_each(video, place), _take_one_frame_each(example["x_start"], place)
+            _take_one_frame_each(reconstruction, place), _take_one_frame_each(example["x_start"], place)
         )
 
-    def _compute_reconstruction_error(self, video: Tensor, example: Example) -> Tensor:
+    def _compute_reconstruction_error(self, reconstruction: Tensor, example: Example) -> Tensor:
         """Returns the mean squared error of each clip, (B,), over its frames in latent frames without padding."""
         return _average_marked_frames(
-            (video - example["x_start"]).square().flatten(2).mean(2), self._mark_frames_with_tokens(example)
+            (reconstruction - example["x_start"]).square().flatten(2).mean(2), self._mark_frames_with_tokens(example)
         )
 
     def _draw_frame_numbers(self, example: Example) -> Tensor:
@@ -218,7 +218,7 @@ class TokenizerSystem(System):
         usage       (B, K), the share of each of the K tokens.
         """
         outputs: CViViTOutput = nets["tokenizer"](example["x_start"], example["frames"])
-        terms = self._select_code_terms(outputs) | self._compute_distance_terms(outputs.video, example)
+        terms = self._select_quantizer_terms(outputs) | self._compute_reconstruction_terms(outputs.video, example)
         counted, tokens = self._mark_frames_with_tokens(example), outputs.tokens
         by_frame = measure_psnr_and_ssim(outputs.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {
@@ -230,7 +230,7 @@ class TokenizerSystem(System):
         usage = measure_token_shares(tokens, self.codebook_size, real[:, :, None, None].expand_as(tokens))
         return (
             terms
-            | {"loss": self.picture_loss.compute_reconstruction_loss(terms) + self._compute_code_loss(terms)}
+            | {"loss": self.picture_loss.compute_reconstruction_loss(terms) + self._compute_quantizer_loss(terms)}
             | by_clip
             | {"usage": usage}
         )
