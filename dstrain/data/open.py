@@ -448,7 +448,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
         "request": make_request(data, captions=captions, mixed=mixed, measured=bucketed),
         "index": data.index,
         "run": run,
-        "crop": Crop.from_section(data),
+        "crop": Crop.from_data_section(data),
         "sizes": data.size_conditions,
         "leave_out": data.leave_out,
     }

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from dstrain.data.files.local import LocalFiles, find_pattern_folder
-from dstrain.data.files.remote import is_address, open_files
+from dstrain.data.files.local import LocalFiles, extract_pattern_folder
+from dstrain.data.files.remote import is_remote_address, open_files
 from dstrain.data.formats.imagenet import find_split_paths, open_layout_with_splits
 from dstrain.recipe import Cache, Data
 
@@ -57,14 +57,14 @@ def _list_paths_of_files_read(path: str, cache: Cache) -> set[str]:
     """Returns the real paths of what is read at `path`. For tables of several splits, these are the tables of the split
     that is read; for other data, what `_resolve_pattern_paths` returns.
     """
-    if not os.path.exists(path) and find_pattern_folder(path) is None:
+    if not os.path.exists(path) and extract_pattern_folder(path) is None:
         return _resolve_pattern_paths(path)
     files = open_files(path, cache)
     tables = open_layout_with_splits(path, files)
     return (
         _resolve_pattern_paths(path)
         if tables is None
-        else {os.path.realpath(files.fetch_local(part)) for part in tables.list_pieces()}
+        else {os.path.realpath(files.fetch_local_path(part)) for part in tables.list_pieces()}
     )
 
 
@@ -72,11 +72,11 @@ def _resolve_pattern_paths(path: str) -> set[str]:
     """Returns {real path} of a file or folder. For a pattern such as DIR/*.tar, returns the real paths of the files
     that fit it; {real path of the pattern itself} if its folder cannot be listed.
     """
-    if is_address(path) or find_pattern_folder(path) is None or os.path.exists(path):
+    if is_remote_address(path) or extract_pattern_folder(path) is None or os.path.exists(path):
         return {os.path.realpath(path)}
     files = LocalFiles(path)
     with suppress(OSError):  # A folder that is not there is told when it is listed.
-        return {os.path.realpath(files.fetch_local(name)) for name in files.listed or dict(files.list_names())}
+        return {os.path.realpath(files.fetch_local_path(name)) for name in files.listed or dict(files.list_names())}
     return {os.path.realpath(path)}
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from dstrain.data.decode.pixels import SUFFIXES, decode_whole_image, find_samples_file, to_tensor
 from dstrain.data.files.listing import walk_files
 from dstrain.data.files.local import is_hidden_path
-from dstrain.data.files.zipped import iterate_members
+from dstrain.data.files.zipped import iterate_zip_members
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.encoders.text import unpack_captions
@@ -116,7 +116,7 @@ def _open_images(path: Path, option: str, upright: bool) -> Images:
         if path.suffix == ".zip":
             with reword_errors(f"{option} {path}: "), open(path, "rb") as file:
                 names = [
-                    member.filename for member in iterate_members(file) if not is_hidden_path(member.orig_filename)
+                    member.filename for member in iterate_zip_members(file) if not is_hidden_path(member.orig_filename)
                 ]
             return Files(path, sorted(name for name in names if name.lower().endswith(SUFFIXES)), path, option, upright)
         if path.suffix == ".npz":

@@ -343,7 +343,7 @@ def test_several_crops(tmp_path, vae):
     crop, expected = Crop("random_resized"), []
     for i, path in enumerate(sorted(root.glob("*/*.png"))):
         for j in range(3):
-            numbers = rng.uniform(rng.keys_of_seeds(torch.tensor([3 * i + j])), "crop", (crop.num_randoms + 1,))[
+            numbers = rng.uniform(rng.keys_of_seeds(torch.tensor([3 * i + j])), "crop", (crop.num_random_numbers + 1,))[
                 0
             ].tolist()
             cut = np.asarray(crop(Image.open(path).convert("L"), 16, 16, numbers[:-1]).image, np.float32)

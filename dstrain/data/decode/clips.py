@@ -1,6 +1,6 @@
 """Reads a clip from a video file: the frames of one window, cropped as images are.
 
-    window      frames start, start + stride, ..., at most num_frames of them; see Cut.choose_window
+    window      frames start, start + stride, ..., at most num_frames of them; see Cut.choose_frame_window
     clip        uint8 (T, C, H, W) with T = num_frames; a short window is filled up with copies of its last frame
 
 PyAV (FFmpeg) reads mp4, webm, avi, mov and mkv. Pillow reads animated and still pictures; a still one is a clip of one
@@ -64,23 +64,23 @@ class Cut:
     still: bool = False
     upright: bool = True  # as data.upright
 
-    def count_frames_at_stride(self, count: int) -> int:
-        """Returns how many frames are left of `count` if every stride-th frame is taken: count / stride, rounded up."""
-        return -(-count // self.stride)
+    def count_frames_at_stride(self, total_frames: int) -> int:
+        """Returns how many frames of a file are left if every stride-th is taken: total_frames / stride, rounded up."""
+        return -(-total_frames // self.stride)
 
-    def choose_window(self, count: int, chance: float | None = None) -> range:
-        """Returns the numbers of the frames to take from a file of `count` >= 1 frames: num_frames of them, stride
-        apart; fewer if the file is too short; only frame 0 if `still`.
+    def choose_frame_window(self, total_frames: int, random_number: float | None = None) -> range:
+        """Returns the numbers of the frames to take from a file of `total_frames` >= 1 frames: num_frames of them,
+        stride apart; fewer if the file is too short; only frame 0 if `still`.
 
-        chance: a number in [0, 1) that chooses where the window starts; None takes the middle of the file.
+        random_number: a number in [0, 1) that chooses where the window starts; None takes the middle of the file.
         """
         if self.still:
             return range(1)
-        spare = count - (self.num_frames - 1) * self.stride - 1
+        spare = total_frames - (self.num_frames - 1) * self.stride - 1
         if spare < 0:
-            return range(0, count, self.stride)
-        start = spare // 2 if chance is None else int(chance * (spare + 1))
-        return range(start, count - spare + start, self.stride)
+            return range(0, total_frames, self.stride)
+        start = spare // 2 if random_number is None else int(random_number * (spare + 1))
+        return range(start, total_frames - spare + start, self.stride)
 
 
 class Listing(NamedTuple):
@@ -93,13 +93,13 @@ class Listing(NamedTuple):
 
 
 def read_clip(
-    file: Path | bytes, cut: Cut, chance: float | None = None, listing: Listing | None = None
+    file: Path | bytes, cut: Cut, random_number: float | None = None, listing: Listing | None = None
 ) -> tuple[Tensor, int, Listing]:
     """Returns (clip uint8 (T, C, H, W), how many of its frames were read, listing of the file's frames). If the file
     has too few frames, repeats the last one. Tries again if the storage fails.
 
     file: the path of a video or a picture, or its encoded bytes
-    chance: see `Cut.choose_window`
+    random_number: see `Cut.choose_frame_window`
     listing: what an earlier call for this file has returned, which saves time; None: makes it anew
 
     Raises ConfigError if the file has no frame, ends early, has a damaged frame, or has too many pixels; any error of
@@ -108,9 +108,9 @@ def read_clip(
 
     def read_frames() -> tuple[list[Tensor], Listing]:
         if _is_picture(file):
-            return _read_pictures(file, cut, chance)
+            return _read_picture_frames(file, cut, random_number)
         listed = listing or read_frame_listing(file)
-        return _decode_window(file, cut, cut.choose_window(listed.count, chance), listed), listed
+        return _decode_window(file, cut, cut.choose_frame_window(listed.count, random_number), listed), listed
 
     frames, listing = retry(read_frames)
     padding = frames[-1:] * (cut.num_frames - len(frames))
@@ -144,7 +144,7 @@ def read_frame_listing(path: Path | bytes) -> Listing:
 
     Raises ConfigError if the file has no frame.
     """
-    with _open_container(path) as (container, stream):
+    with _open_video_stream(path) as (container, stream):
         packaged = stream.codec_context.name in _PICTURE_CODECS or stream.codec_context.name == "libdav1d"
         indexed = packaged and "mp4" in container.format.name
         if indexed and stream.frames and stream.frames == len(stream.index_entries):
@@ -157,7 +157,7 @@ def read_frame_listing(path: Path | bytes) -> Listing:
             whole = not any(packet.is_discard or packet.is_corrupt or packet.pts is None for packet in packets)
             if packets and packets[0].is_keyframe and whole:
                 return Listing(len(packets), _list_keyframes(packets, "pts"), "pts")
-    with _open_container(path) as (container, stream):
+    with _open_video_stream(path) as (container, stream):
         count = sum(1 for _ in container.decode(stream))
     if not count:
         raise ConfigError("holds no frame")
@@ -172,7 +172,7 @@ def _list_keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int]
 
 
 @contextmanager
-def _open_container(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
+def _open_video_stream(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
     """A context manager that opens a video. Yields (PyAV's container, its first video stream that is no cover picture).
     Raises ConfigError if there is no such stream, or if its frames have too many pixels.
     """
@@ -200,29 +200,29 @@ def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing
     """
     frames: list[Tensor] = []
     number = -1
-    for number, frame in _decode_frames(path, window[0], listing):
+    for number, frame in _decode_frames_from_keyframe(path, window[0], listing):
         if number in window:
             if frame.is_corrupt:
                 raise ConfigError(f"frame {number} is damaged")
-            frames.append(_convert_frame(frame, cut))
+            frames.append(_convert_frame_to_tensor(frame, cut))
             if len(frames) == len(window):
                 return frames
     raise ConfigError(f"ends after {number + 1} of {listing.count} frames")
 
 
-def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator[tuple[int, Any]]:
-    """Yields (number, PyAV's frame) of a video's frames in order. Begins at a keyframe at or before frame `first`. If
+def _decode_frames_from_keyframe(path: Path | bytes, first_frame: int, listing: Listing) -> Iterator[tuple[int, Any]]:
+    """Yields (number, PyAV's frame) of a video's frames in order. Begins at a keyframe at or before `first_frame`. If
     none has a number that is certain, begins at frame 0.
     """
     places = {time: place for place, time in listing.keyframes}
-    before = [time for place, time in listing.keyframes if 0 < place <= first]
+    before = [time for place, time in listing.keyframes if 0 < place <= first_frame]
     for time in before[:-3:-1]:  # two keyframes: with its leading pictures, one may lie behind `first`
-        with _open_container(path) as (container, stream):
+        with _open_video_stream(path) as (container, stream):
             container.seek(time + listing.delay, stream=stream)
             packets = container.demux(stream)
-            head, leading = _read_leading_packets(packets)
+            head, leading = _read_keyframe_and_leading_packets(packets)
             place = places.get(getattr(head[0], listing.timestamp)) if head else None
-            if place is None or place + leading > first:
+            if place is None or place + leading > first_frame:
                 continue
             shown = (
                 frame
@@ -234,11 +234,11 @@ def _decode_frames(path: Path | bytes, first: int, listing: Listing) -> Iterator
             if keyframe is not None and keyframe.pts == head[0].pts and not keyframe.is_corrupt:
                 yield from enumerate(chain([keyframe], shown), place + leading)
                 return
-    with _open_container(path) as (container, stream):
+    with _open_video_stream(path) as (container, stream):
         yield from enumerate(container.decode(stream))
 
 
-def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
+def _read_keyframe_and_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
     """Reads a keyframe's packet and those after it, up to the first one that is shown later than the keyframe. Returns
     these packets, and how many of them are shown before the keyframe.
 
@@ -254,7 +254,7 @@ def _read_leading_packets(packets: Iterator[Any]) -> tuple[list[Any], int]:
     return head, sum(1 for packet in head if packet.size and packet.pts < head[0].pts)
 
 
-def _convert_frame(frame: Any, cut: Cut) -> Tensor:
+def _convert_frame_to_tensor(frame: Any, cut: Cut) -> Tensor:
     """Returns PyAV's frame as uint8 (C, H, W), turned as the file says and cropped."""
     transparent = any(component.is_alpha for component in frame.format.components)
     image = Image.fromarray(frame.to_ndarray(format="rgba" if transparent else "rgb24"))
@@ -265,7 +265,7 @@ def _convert_frame(frame: Any, cut: Cut) -> Tensor:
             image = image.transpose(turn)
     elif frame.rotation % 360:  # of a telephone held upright
         image = image.rotate(frame.rotation, expand=True)
-    return _crop_frame(image, cut)
+    return _crop_image_to_tensor(image, cut)
 
 
 def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | None:
@@ -283,17 +283,17 @@ def _find_transpositions(display_matrix: np.ndarray) -> list[Image.Transpose] | 
     return None
 
 
-def _read_pictures(file: Path | bytes, cut: Cut, chance: float | None) -> tuple[list[Tensor], Listing]:
+def _read_picture_frames(file: Path | bytes, cut: Cut, random_number: float | None) -> tuple[list[Tensor], Listing]:
     """Reads a window of frames of a still or animated picture. Returns these frames, uint8 (C, H, W) each, and a
     listing with the number of all frames of the file.
     """
     with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
         skipped = _count_skipped_frames(image)
         count, frames = getattr(image, "n_frames", 1) - skipped, []
-        for number in cut.choose_window(count, chance):
+        for number in cut.choose_frame_window(count, random_number):
             image.seek(number + skipped)
             image.load()
-            frames.append(_crop_frame(turn_upright(image) if cut.upright else image, cut))
+            frames.append(_crop_image_to_tensor(turn_upright(image) if cut.upright else image, cut))
     return frames, Listing(count)
 
 
@@ -304,6 +304,6 @@ def _count_skipped_frames(image: Image.Image) -> int:
     return int(getattr(image, "n_frames", 1) > 1 and bool(image.info.get("default_image")))
 
 
-def _crop_frame(image: Image.Image, cut: Cut) -> Tensor:
+def _crop_image_to_tensor(image: Image.Image, cut: Cut) -> Tensor:
     """Returns a Pillow image centre-cropped to the size of `cut`: uint8 (C, H, W)."""
     return to_tensor(crop_center(convert_mode(image, cut.channels), cut.width, cut.height))

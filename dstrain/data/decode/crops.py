@@ -49,18 +49,20 @@ class Crop:
     ratio: tuple[float, float] | None = None
 
     @classmethod
-    def from_section(cls, data: Data) -> "Crop":
+    def from_data_section(cls, data: Data) -> "Crop":
         """Returns the crop that a recipe's data section sets: data.crop, data.crop_scale and data.crop_ratio."""
         return cls(data.crop, data.crop_scale, data.crop_ratio)
 
     @property
-    def num_randoms(self) -> int:
+    def num_random_numbers(self) -> int:
         """Returns how many random numbers a call of this crop needs, each in [0, 1); 0 if the crop is not random."""
         return _NUMBERS.get(self.kind, 0)
 
-    def __call__(self, image: Image.Image, width: int, height: int, numbers: Sequence[float] | None = None) -> Cut:
-        """Returns a crop of `width` x `height` pixels. numbers: `num_randoms` random numbers in [0, 1), which choose
-        scale and position; None gives the centre crop.
+    def __call__(
+        self, image: Image.Image, width: int, height: int, random_numbers: Sequence[float] | None = None
+    ) -> Cut:
+        """Returns a crop of `width` x `height` pixels. random_numbers: `num_random_numbers` random numbers in [0, 1),
+        which choose scale and position; None gives the centre crop.
 
         Raises ValueError if the kind is `none` and the image does not have this size.
         """
@@ -69,41 +71,41 @@ class Crop:
                 raise ValueError(f"{image.width} x {image.height} pixels, and data.crop=none takes {width} x {height}")
             return Cut(image, 0, 0, 0)
         if image.mode == "RGBA":  # colours weighted by opacity: invisible ones never show at an edge
-            cut = self(image.convert("RGBa"), width, height, numbers)
+            cut = self(image.convert("RGBa"), width, height, random_numbers)
             return cut._replace(image=cut.image.convert("RGBA"))
-        if self.kind == "center" or numbers is None:
+        if self.kind == "center" or random_numbers is None:
             return _crop_center(image, width, height)
         make = {"random": self._crop_random, "random_resized": self._crop_random_resized, "dalle": _crop_dalle}[
             self.kind
         ]
-        return make(image, width, height, numbers)
+        return make(image, width, height, random_numbers)
 
-    def _crop_random(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-        """Returns ADM's random crop: scales the image by a random factor, then cuts it at a random place. numbers: 3 in
-        [0, 1).
+    def _crop_random(self, image: Image.Image, width: int, height: int, random_numbers: Sequence[float]) -> Cut:
+        """Returns ADM's random crop: scales the image by a random factor, then cuts it at a random place.
+        random_numbers: 3 in [0, 1).
         """
         least, most = self.scale or _SCALES["random"]
         shorter = min(width, height)
         low, high = math.ceil(shorter / most), math.ceil(shorter / least)
-        side = low + int(numbers[0] * (high - low + 1))
+        side = low + int(random_numbers[0] * (high - low + 1))
         cover = width * side / shorter, height * side / shorter
         image = halve_repeatedly(image, *cover)
         scale = max(cover[0] / image.width, cover[1] / image.height)
         image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
-        return _crop_at_random_place(image, width, height, numbers[1:])
+        return _crop_at_random_place(image, width, height, random_numbers[1:])
 
-    def _crop_random_resized(self, image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+    def _crop_random_resized(self, image: Image.Image, width: int, height: int, random_numbers: Sequence[float]) -> Cut:
         """Returns torchvision's RandomResizedCrop: a part of random area and aspect, resized to the target. Takes the
         first of 10 random parts that lies within the image; if none does, the largest allowed part in the middle.
         """
         least, most = self.scale or _SCALES["random_resized"]
         low, high = (math.log(ratio * width / height) for ratio in self.ratio or (3 / 4, 4 / 3))
         for number in range(_TRIES):
-            area = image.width * image.height * (least + numbers[2 * number] * (most - least))
-            aspect = math.exp(low + numbers[2 * number + 1] * (high - low))
+            area = image.width * image.height * (least + random_numbers[2 * number] * (most - least))
+            aspect = math.exp(low + random_numbers[2 * number + 1] * (high - low))
             wide, tall = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < wide <= image.width and 0 < tall <= image.height:
-                return _resize_crop(_crop_at_random_place(image, wide, tall, numbers[-2:]), width, height)
+                return _resize_crop(_crop_at_random_place(image, wide, tall, random_numbers[-2:]), width, height)
         aspect = min(max(image.width / image.height, math.exp(low)), math.exp(high))
         wide, tall = min(image.width, round(image.height * aspect)), min(image.height, round(image.width / aspect))
         top, left = (image.height - tall) // 2, (image.width - wide) // 2
@@ -121,36 +123,36 @@ def _crop_center(image: Image.Image, width: int, height: int) -> Cut:
     return Cut(crop_center(image, width, height), y // 2, x // 2, x - x // 2)
 
 
-def _crop_dalle(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
+def _crop_dalle(image: Image.Image, width: int, height: int, random_numbers: Sequence[float]) -> Cut:
     """Returns DALL-E's random crop: cuts a random square, resizes it to a random size not below the target's, then cuts
-    the target at a random place. numbers: 5 in [0, 1).
+    the target at a random place. random_numbers: 5 in [0, 1).
     """
     shorter, target = min(image.size), max(width, height)
-    square = _crop_at_random_place(image, shorter, shorter, numbers)
+    square = _crop_at_random_place(image, shorter, shorter, random_numbers)
     low, high = min(shorter, round(9 / 8 * target)), min(shorter, round(12 / 8 * target))
-    side = max(low + int(numbers[2] * (high - low + 1)), target)  # a smaller image is enlarged
+    side = max(low + int(random_numbers[2] * (high - low + 1)), target)  # a smaller image is enlarged
     whole = _resize_crop(square, side, side, Image.Resampling.BOX)
-    part = _crop_at_random_place(whole.image, width, height, numbers[3:])
+    part = _crop_at_random_place(whole.image, width, height, random_numbers[3:])
     return Cut(part.image, part.top + whole.top, part.left + whole.left, part.right + whole.right)
 
 
-def _crop_at_random_place(image: Image.Image, width: int, height: int, numbers: Sequence[float]) -> Cut:
-    """Returns a part of the image of width x height pixels, not resized. The first two of `numbers`, in [0, 1), choose
-    its distance from the top and from the left.
+def _crop_at_random_place(image: Image.Image, width: int, height: int, random_numbers: Sequence[float]) -> Cut:
+    """Returns a part of the image of width x height pixels, not resized. The first two of `random_numbers`, in [0, 1),
+    choose its distance from the top and from the left.
     """
-    top = int(numbers[0] * (image.height - height + 1))
-    left = int(numbers[1] * (image.width - width + 1))
+    top = int(random_numbers[0] * (image.height - height + 1))
+    left = int(random_numbers[1] * (image.width - width + 1))
     return Cut(image.crop((left, top, left + width, top + height)), top, left, image.width - width - left)
 
 
-def _resize_crop(part: Cut, width: int, height: int, filter_: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
+def _resize_crop(crop: Cut, width: int, height: int, resampling: Image.Resampling = Image.Resampling.BILINEAR) -> Cut:
     """Returns a crop resized to width x height pixels. Scales its distances from the image's edges by the same factors,
     and rounds them to pixels.
     """
-    across, down = width / part.image.width, height / part.image.height
+    across, down = width / crop.image.width, height / crop.image.height
     return Cut(
-        part.image.resize((width, height), filter_),
-        round(part.top * down),
-        round(part.left * across),
-        round(part.right * across),
+        crop.image.resize((width, height), resampling),
+        round(crop.top * down),
+        round(crop.left * across),
+        round(crop.right * across),
     )

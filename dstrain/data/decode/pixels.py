@@ -83,7 +83,7 @@ def turn_upright(image: Image.Image) -> Image.Image:
 def read_upright_size(image: Image.Image) -> tuple[int, int]:
     """Returns (width, height) that an open image has after `turn_upright`. Does not decode its pixels."""
     if isinstance(image, PngImagePlugin.PngImageFile) and "exif" not in image.info:
-        _read_texts_behind_pixels(image)
+        _read_png_texts_after_pixels(image)
     try:
         exif = Image.Image.getexif(image)  # that of a PNG would decode it
         sideways = exif.get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
@@ -92,7 +92,7 @@ def read_upright_size(image: Image.Image) -> tuple[int, int]:
     return image.size[::-1] if sideways else image.size
 
 
-def _read_texts_behind_pixels(image: PngImagePlugin.PngImageFile) -> None:
+def _read_png_texts_after_pixels(image: PngImagePlugin.PngImageFile) -> None:
     """Adds to `image.info` the texts and EXIF that a PNG has after its pixels, and that Pillow would read only when it
     decodes them. Ignores damage.
     """
@@ -209,7 +209,7 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
         return image.crop((x, y, x + width, y + height))
     # Pillow resizes columns first, then rows, and rounds to 8 bits in between. So two calls, with a crop between them,
     # give the same bits. Recent versions take rows first if an image is more than twice as high as wide (see above).
-    image = _resize_columns(image, wide, high, y, height)
+    image = _resize_horizontally(image, wide, high, y, height)
     image = image.crop((x, 0, x + width, image.height))
     image = image.resize((width, high), Image.Resampling.BICUBIC)
     return image if high == height else image.crop((0, y, width, y + height))
@@ -224,19 +224,22 @@ def halve_repeatedly(image: Image.Image, width: float, height: float) -> Image.I
     return image
 
 
-def _resize_columns(image: Image.Image, wide: int, high: int, y: int, height: int) -> Image.Image:
-    """Returns an image resized to `wide` columns, with its own number of rows: the first of two passes of a resize to
-    wide x high. Fills only the rows from which the second pass computes rows y to y + height; the others are blank.
+def _resize_horizontally(
+    image: Image.Image, new_width: int, new_height: int, first_row: int, num_rows: int
+) -> Image.Image:
+    """Returns an image resized to `new_width` columns, with its own number of rows: the first of two passes of a resize
+    to new_width x new_height. Fills only the rows from which the second pass computes `num_rows` rows from `first_row`
+    on; the others are blank.
     """
-    full, ratio = image.height, image.height / high
+    full, ratio = image.height, image.height / new_height
     reach = 2 * max(ratio, 1.0) + 2  # BICUBIC reaches 2 pixels of the coarser side; 2 to spare
-    top = max(0, math.floor(y * ratio - reach))
-    bottom = min(full, math.ceil((y + height) * ratio + reach))
+    top = max(0, math.floor(first_row * ratio - reach))
+    bottom = min(full, math.ceil((first_row + num_rows) * ratio + reach))
     if (top, bottom) == (0, full):
-        return image.resize((wide, full), Image.Resampling.BICUBIC)
+        return image.resize((new_width, full), Image.Resampling.BICUBIC)
     image = image.crop((0, top, image.width, bottom))
-    image = image.resize((wide, bottom - top), Image.Resampling.BICUBIC)
-    return image.crop((0, -top, wide, full - top))
+    image = image.resize((new_width, bottom - top), Image.Resampling.BICUBIC)
+    return image.crop((0, -top, new_width, full - top))
 
 
 def to_tensor(image: Image.Image) -> Tensor:

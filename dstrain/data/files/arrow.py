@@ -37,7 +37,7 @@ class ArrowFile:
 
     def __init__(self, path: Path, where: str) -> None:
         self.where = where
-        with _report_damage(where, "Arrow"):
+        with _convert_errors_to_config_error(where, "Arrow"):
             with pa.memory_map(str(path)) as file:
                 self._bytes = file.read_buffer(file.size())  # This is a view: nothing is read.
             self._start = len(_MAGIC) if self._bytes[: len(_MAGIC)].to_pybytes() == _MAGIC else 0
@@ -49,31 +49,33 @@ class ArrowFile:
         """
         at = self._start
         while self._bytes[at : at + len(_END)].to_pybytes() != _END:
-            with _report_damage(self.where, "Arrow"):
+            with _convert_errors_to_config_error(self.where, "Arrow"):
                 message = pa.ipc.read_message(self._bytes.slice(at))
             if message.type == "record batch":
-                yield at, self._read_batch(message)
+                yield at, self._decode_batch(message)
             elif message.type == "schema" and at > self._start:
                 break
             at += 8 + len(message.metadata) + (message.body.size if message.body is not None else 0)
         footer = self._bytes[-10:-6].to_pybytes() if self._start else b""  # its size stands before the last magic
         rest = int.from_bytes(footer, "little") + 10 if self._start else 0
         if at + len(_END) + rest != self._bytes.size:
-            raise _make_joined_files_error(self.where, at)
+            raise _make_concatenated_files_error(self.where, at)
 
-    def read_cell(self, at: int, row: int, column: str) -> Any:
-        """Returns the value of a column in row `row` of the record batch that begins at byte `at` of the file."""
-        batch = self._read_batch(pa.ipc.read_message(self._bytes.slice(at)))
+    def read_batch_cell(self, batch_offset: int, row: int, column: str) -> Any:
+        """Returns the value of a column in row `row` of the record batch that begins at byte `batch_offset` of the
+        file.
+        """
+        batch = self._decode_batch(pa.ipc.read_message(self._bytes.slice(batch_offset)))
         return read_value(batch.column(batch.schema.get_field_index(column)), row)
 
-    def _read_batch(self, message: pa.Message) -> pa.RecordBatch:
+    def _decode_batch(self, message: pa.Message) -> pa.RecordBatch:
         """Returns the record batch in an Arrow message. Raises ConfigError if the batch is compressed or damaged."""
-        if _is_compressed(message.metadata):
+        if _is_batch_compressed(message.metadata):
             raise ConfigError(
                 f"{self.where} is compressed inside, so that each sample would cost a whole batch: write "
                 "it without compression, or as parquet"
             )
-        with _report_damage(self.where, "Arrow"):
+        with _convert_errors_to_config_error(self.where, "Arrow"):
             return pa.ipc.read_record_batch(message, self.schema)
 
 
@@ -84,44 +86,44 @@ class ParquetFile:
 
     def __init__(self, files: Files, name: str, where: str) -> None:
         self.files, self.name, self.where = files, name, where
-        with _report_damage(where, "parquet"):
+        with _convert_errors_to_config_error(where, "parquet"):
             self._file = pq.ParquetFile(files.open(name), buffer_size=_BUFFER)
         self.schema, self._metadata = self._file.schema_arrow, self._file.metadata
 
     @property
-    def num_groups(self) -> int:
+    def num_row_groups(self) -> int:
         """Returns the number of row groups."""
         return self._metadata.num_row_groups
 
-    def count_rows(self, groups: range) -> int:
+    def count_rows(self, row_groups: range) -> int:
         """Returns how many rows these row groups have together."""
-        return sum(self._metadata.row_group(group).num_rows for group in groups)
+        return sum(self._metadata.row_group(group).num_rows for group in row_groups)
 
-    def count_bytes(self, group: int, columns: Sequence[str]) -> int:
+    def count_uncompressed_bytes(self, row_group: int, columns: Sequence[str]) -> int:
         """Returns the uncompressed size of these columns in a row group, in bytes."""
-        return sum(chunk.total_uncompressed_size for chunk in self._list_chunks(group, columns))
+        return sum(chunk.total_uncompressed_size for chunk in self._list_column_chunks(row_group, columns))
 
-    def iterate_batches(self, group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
+    def iterate_batches(self, row_group: int, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
         """Yields these columns of a row group in batches of at most 256 rows, or fewer if the columns are large."""
-        rows = max(1, min(_BATCH, _BATCH_BYTES // max(self.count_bytes(group, columns), 1)))
-        with _report_damage(self.where, "parquet"):
-            yield from self._file.iter_batches(rows, row_groups=[group], columns=list(columns), use_threads=False)
+        rows = max(1, min(_BATCH, _BATCH_BYTES // max(self.count_uncompressed_bytes(row_group, columns), 1)))
+        with _convert_errors_to_config_error(self.where, "parquet"):
+            yield from self._file.iter_batches(rows, row_groups=[row_group], columns=list(columns), use_threads=False)
 
-    def iterate_rows(self, group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+    def iterate_rows(self, row_group: int, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
         """Yields the rows of a row group as dictionaries {column: value}."""
-        for batch in self.iterate_batches(group, columns):
-            with _report_damage(self.where, "parquet"):
+        for batch in self.iterate_batches(row_group, columns):
+            with _convert_errors_to_config_error(self.where, "parquet"):
                 rows = list_rows(batch)
             yield from rows
 
-    def read_plain_chunk(self, group: int, column: str) -> "PlainChunk | None":
-        """Returns the stored bytes of a column in row group `group`. The column must hold byte strings, or structs with
-        a field "bytes", whose bytes are then returned.
+    def read_uncompressed_chunk(self, row_group: int, column: str) -> "UncompressedChunk | None":
+        """Returns the stored bytes of a column in row group `row_group`. The column must hold byte strings, or structs
+        with a field "bytes", whose bytes are then returned.
 
         Returns None if the bytes are compressed, or if there is no such column. Raises ConfigError if the column has
         more than 1 GiB in this row group, compressed or not.
         """
-        for chunk in self._list_chunks(group, [column]):
+        for chunk in self._list_column_chunks(row_group, [column]):
             if chunk.physical_type != "BYTE_ARRAY":
                 continue
             if max(chunk.total_uncompressed_size, chunk.total_compressed_size) > MAX_GROUP:
@@ -132,14 +134,14 @@ class ParquetFile:
             if chunk.compression != "UNCOMPRESSED" or chunk.path_in_schema not in (column, f"{column}.bytes"):
                 return None
             start = chunk.dictionary_page_offset or chunk.data_page_offset
-            return PlainChunk(start, self.files.read_span(self.name, start, chunk.total_compressed_size))
+            return UncompressedChunk(start, self.files.read_span(self.name, start, chunk.total_compressed_size))
         return None
 
-    def require_single_file(self) -> None:
+    def refuse_concatenated_files(self) -> None:
         """Raises ConfigError if this file consists of several concatenated parquet files, of which only the last would
         be read.
         """
-        groups = (self._metadata.row_group(group) for group in range(self.num_groups))
+        groups = (self._metadata.row_group(group) for group in range(self.num_row_groups))
         ends = [
             (chunk.dictionary_page_offset or chunk.data_page_offset) + chunk.total_compressed_size
             for group in groups
@@ -148,25 +150,29 @@ class ParquetFile:
         end = max(ends, default=0)
         rest = self.files.read_stat(self.name).size - end - self._metadata.serialized_size - 8
         if b"PAR1PAR1" in self.files.read_span(self.name, end, min(rest, _LARGEST_FOOTER)):
-            raise _make_joined_files_error(self.where, end)
+            raise _make_concatenated_files_error(self.where, end)
 
-    def is_compressed(self, column: str) -> bool:
+    def is_column_compressed(self, column: str) -> bool:
         """Returns whether the values of a column are compressed in the first row group."""
-        own = [chunk for chunk in self._list_chunks(0, [column]) if chunk.path_in_schema in (column, f"{column}.bytes")]
+        own = [
+            chunk
+            for chunk in self._list_column_chunks(0, [column])
+            if chunk.path_in_schema in (column, f"{column}.bytes")
+        ]
         return any(chunk.compression != "UNCOMPRESSED" for chunk in own)
 
-    def _list_chunks(self, group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
+    def _list_column_chunks(self, row_group: int, columns: Sequence[str]) -> list[pq.ColumnChunkMetaData]:
         """Returns the entries of the file's footer about these columns in a row group: one for each column, or, if a
         column holds structs, one for each of its fields. Returns [] if there is no such row group.
         """
-        if group >= self.num_groups:
+        if row_group >= self.num_row_groups:
             return []
-        row_group = self._metadata.row_group(group)
-        chunks = [row_group.column(number) for number in range(row_group.num_columns)]
+        metadata = self._metadata.row_group(row_group)
+        chunks = [metadata.column(number) for number in range(metadata.num_columns)]
         return [chunk for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns]
 
 
-class PlainChunk:
+class UncompressedChunk:
     """The uncompressed bytes of a column, which begin at byte `start` of the file. Values follow each other, each
     preceded by its length.
     """
@@ -174,7 +180,7 @@ class PlainChunk:
     def __init__(self, start: int, content: bytes) -> None:
         self._start, self._content, self._at = start, content, 0
 
-    def find_value(self, value: bytes) -> int | None:
+    def find_value_offset(self, value: bytes) -> int | None:
         """Returns the offset in the file, in bytes, at which `value` begins. Returns None if the file does not store
         its bytes unchanged. Look for values in the order in which the column has them.
         """
@@ -208,21 +214,21 @@ def list_rows(batch: pa.RecordBatch) -> list[dict[str, Any]]:
     return batch.to_pylist() if batch.num_columns else [{} for _ in range(batch.num_rows)]
 
 
-def can_hold_bytes(kind: pa.DataType) -> bool:
+def can_hold_bytes(arrow_type: pa.DataType) -> bool:
     """Returns whether a column of this type may hold encoded images: byte strings, or structs with a field "bytes" of
     byte strings.
     """
-    if pa.types.is_struct(kind):
-        return kind.get_field_index("bytes") >= 0 and can_hold_bytes(kind.field("bytes").type)
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    if pa.types.is_struct(arrow_type):
+        return arrow_type.get_field_index("bytes") >= 0 and can_hold_bytes(arrow_type.field("bytes").type)
+    return pa.types.is_binary(arrow_type) or pa.types.is_large_binary(arrow_type)
 
 
 @contextmanager
-def _report_damage(where: str, kind: str) -> Iterator[None]:
+def _convert_errors_to_config_error(where: str, file_format: str) -> Iterator[None]:
     """Turns errors of reading within the block into ConfigError, which says that a file is cut off or damaged. Raises
     ConfigError and NotRead unchanged.
 
-    where: names the file in the message. kind: the format of the file in the message, "Arrow" or "parquet".
+    where: names the file in the message. file_format: the format of the file in the message, "Arrow" or "parquet".
     """
     try:
         yield
@@ -230,37 +236,43 @@ def _report_damage(where: str, kind: str) -> Iterator[None]:
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         raise ConfigError(
-            f"{where} is no readable {kind} file ({' '.join(str(error).split())[:200]}): it is cut "
+            f"{where} is no readable {file_format} file ({' '.join(str(error).split())[:200]}): it is cut "
             "off or damaged; make it anew, or take it away"
         ) from None
 
 
-def _make_joined_files_error(where: str, at: int) -> ConfigError:
-    """Returns the error for a file `where` that consists of several concatenated files. at: the byte at which the first
-    ends.
+def _make_concatenated_files_error(where: str, end_offset: int) -> ConfigError:
+    """Returns the error for a file `where` that consists of several concatenated files. end_offset: the byte at which
+    the first ends.
     """
     return ConfigError(
-        f"{where} goes on behind its end at byte {at:,}: several files were joined as they are, and only one of them "
-        "would be read: keep each as a file of its own"
+        f"{where} goes on behind its end at byte {end_offset:,}: several files were joined as they are, and only one "
+        "of them would be read: keep each as a file of its own"
     )
 
 
-def _is_compressed(metadata: pa.Buffer) -> bool:
+def _is_batch_compressed(message_metadata: pa.Buffer) -> bool:
     """Returns whether a record batch is compressed.
 
-    metadata: the header of the batch's Arrow message, in the flatbuffers format that Arrow's Message.fbs defines.
+    message_metadata: the header of the batch's Arrow message, in the flatbuffers format that Arrow's Message.fbs
+    defines.
     """
-    content = memoryview(metadata)
+    content = memoryview(message_metadata)
 
-    def find_field(table: int, number: int) -> int | None:
+    def find_flatbuffer_field(table_offset: int, field_number: int) -> int | None:
         """Returns the byte at which a field of a flatbuffers table stands; None if the table leaves it out.
 
-        table: the byte at which the table begins. number: the number of the field in the table, from 0.
+        table_offset: the byte at which the table begins. field_number: the number of the field in the table, from 0.
         """
-        vtable = table - struct.unpack_from("<i", content, table)[0]
+        vtable = table_offset - struct.unpack_from("<i", content, table_offset)[0]
         size = struct.unpack_from("<H", content, vtable)[0]
-        offset = struct.unpack_from("<H", content, vtable + 4 + 2 * number)[0] if 4 + 2 * number < size else 0
-        return table + offset if offset else None
+        offset = (
+            struct.unpack_from("<H", content, vtable + 4 + 2 * field_number)[0] if 4 + 2 * field_number < size else 0
+        )
+        return table_offset + offset if offset else None
 
-    header = find_field(struct.unpack_from("<I", content, 0)[0], 2)
-    return header is not None and find_field(header + struct.unpack_from("<I", content, header)[0], 3) is not None
+    header = find_flatbuffer_field(struct.unpack_from("<I", content, 0)[0], 2)
+    return (
+        header is not None
+        and find_flatbuffer_field(header + struct.unpack_from("<I", content, header)[0], 3) is not None
+    )

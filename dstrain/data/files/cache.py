@@ -28,7 +28,7 @@ class DiskCache:
     def __init__(self, folder: str | Path, limit: int) -> None:
         self.folder, self.limit = Path(folder) / _FOLDER, limit
         try:
-            with self._lock(_LEDGER):
+            with self._hold_file_lock(_LEDGER):
                 pass
         except OSError as error:
             raise ConfigError(
@@ -40,27 +40,27 @@ class DiskCache:
         """Returns whether an entry exists now; another process may delete it at any moment."""
         return os.path.exists(self.folder / key)
 
-    def open_entry(self, key: str, size: int, fill: Callable[[Path], None], name: str) -> BinaryIO:
+    def open_or_create_entry(self, key: str, size: int, write: Callable[[Path], None], display_name: str) -> BinaryIO:
         """Opens the entry `key` of `size` bytes for reading. If the entry is missing or has another size, first writes
-        it with `fill(path)`, and may delete the least recently used entries to make room. If several processes ask for
+        it with `write(path)`, and may delete the least recently used entries to make room. If several processes ask for
         it, one writes and the others wait.
 
-        name: what messages call the entry. Raises ConfigError if `size` is above the limit of the cache.
+        display_name: what messages call the entry. Raises ConfigError if `size` is above the limit of the cache.
         """
         if size > self.limit:
             raise ConfigError(
-                f"{name}: a file of {size / 1e9:.3g} GB does not fit into the cache of {self.limit / 1e9:.3g} "
+                f"{display_name}: a file of {size / 1e9:.3g} GB does not fit into the cache of {self.limit / 1e9:.3g} "
                 f"GB: write data.cache.gb={-(-size * 5 // 4 // 10**9)}, say, or download the data"
             )
         while True:
-            if file := self._open_entry_if_whole(key, size):
+            if file := self._open_entry_if_complete(key, size):
                 return file
-            with self._lock(key[:2] + _LOCK):  # There are 256 locks at most, and none is ever removed.
-                if file := self._open_entry_if_whole(key, size):
+            with self._hold_file_lock(key[:2] + _LOCK):  # There are 256 locks at most, and none is ever removed.
+                if file := self._open_entry_if_complete(key, size):
                     return file  # Another process has written it meanwhile.
-                self._add_entry(key, size, fill)
+                self._create_entry(key, size, write)
 
-    def _open_entry_if_whole(self, key: str, size: int) -> BinaryIO | None:
+    def _open_entry_if_complete(self, key: str, size: int) -> BinaryIO | None:
         """Opens an entry for reading, and marks it as used now. Returns None if it is missing or has another size."""
         try:
             file = open(self.folder / key, "rb")  # noqa: SIM115 (the caller closes it)
@@ -73,38 +73,38 @@ class DiskCache:
             os.utime(file.fileno())  # It was used now: the entry that was not used for longest goes first.
         return file
 
-    def _add_entry(self, key: str, size: int, fill: Callable[[Path], None]) -> None:
-        """Makes room for an entry of `size` bytes, and calls `fill(path)`, which writes it. Other processes see the
+    def _create_entry(self, key: str, size: int, write: Callable[[Path], None]) -> None:
+        """Makes room for an entry of `size` bytes, and calls `write(path)`, which writes it. Other processes see the
         entry only when it is complete.
         """
         temporary = self.folder / f"{key}.{uuid.uuid4().hex}{_TEMPORARY}"
         try:
             self._reserve_space(temporary, size)
-            fill(temporary)
+            write(temporary)
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())  # Else a power failure could leave an entry of zeros.
             os.replace(temporary, self.folder / key)
         finally:
             temporary.unlink(missing_ok=True)
 
-    def _reserve_space(self, temporary: Path, size: int) -> None:
+    def _reserve_space(self, temporary_file: Path, size: int) -> None:
         """Reserves `size` bytes for a new entry: adds them to the ledger, a file with the total bytes of all entries.
         If there is no room, first deletes the least recently used entries.
 
-        temporary: a file that is made with this size, and holds the place of the entry until it is written.
+        temporary_file: a file that is made with this size, and holds the place of the entry until it is written.
         """
-        with self._lock(_LEDGER) as ledger:
+        with self._hold_file_lock(_LEDGER) as ledger:
             text = os.pread(ledger, 32, 0)
             used = int(text) if text.isdigit() else self.limit  # The entries are counted anew.
             if used + size > self.limit:
-                used = self._free_space(size)
-            with open(temporary, "wb") as file:
+                used = self._evict_old_entries(size)
+            with open(temporary_file, "wb") as file:
                 file.truncate(size)
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
-    def _free_space(self, size: int) -> int:
-        """Makes room for `size` more bytes. If the entries and these bytes exceed the limit, deletes the least recently
-        used entries, until both fit into 90 % of the limit. Returns the bytes of the remaining entries.
+    def _evict_old_entries(self, needed: int) -> int:
+        """Makes room for `needed` more bytes. If the entries and these bytes exceed the limit, deletes the least
+        recently used entries, until both fit into 90 % of the limit. Returns the bytes of the remaining entries.
         """
         entries = []
         for entry in os.scandir(self.folder):
@@ -113,10 +113,10 @@ class DiskCache:
                     status = entry.stat()
                     entries.append((status.st_mtime_ns, status.st_size, entry.path))
         used = sum(entry[1] for entry in entries)
-        if used + size <= self.limit:
+        if used + needed <= self.limit:
             return used
         for _, taken, path in sorted(entries):
-            if used + size <= self.limit * _KEPT or used == 0:
+            if used + needed <= self.limit * _KEPT or used == 0:
                 break
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -124,7 +124,7 @@ class DiskCache:
         return used
 
     @contextlib.contextmanager
-    def _lock(self, name: str) -> Iterator[int]:
+    def _hold_file_lock(self, name: str) -> Iterator[int]:
         """Within the block, this process alone holds the lock of the file `name` in the cache's folder; first waits for
         other processes. Yields the file's descriptor. If the process is killed, the kernel releases the lock.
         """

@@ -23,10 +23,10 @@ _T, _A = TypeVar("_T"), TypeVar("_A")
 
 
 @contextmanager
-def report_listing_errors(root: str | Path, key: str = "data.path") -> Iterator[None]:
+def convert_oserror_to_config_error(root: str | Path, recipe_key: str = "data.path") -> Iterator[None]:
     """Turns any OSError within the block into ConfigError, which says that a folder in `root` cannot be listed.
 
-    key: the recipe key that names `root`, for the message.
+    recipe_key: the key that names `root`, for the message.
     """
     try:
         yield
@@ -34,7 +34,7 @@ def report_listing_errors(root: str | Path, key: str = "data.path") -> Iterator[
         raise
     except OSError as error:
         raise ConfigError(
-            f"{key}={root}: {error.filename or 'a folder in it'} cannot be listed ({error.strerror}): "
+            f"{recipe_key}={root}: {error.filename or 'a folder in it'} cannot be listed ({error.strerror}): "
             "repair it, or take it away"
         ) from None
 
@@ -55,18 +55,18 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
 
 
 def map_in_threads(
-    ask: Callable[[_A], _T], names: Iterable[_A], threads: int = _THREADS, ahead: int = _PENDING
+    function: Callable[[_A], _T], items: Iterable[_A], threads: int = _THREADS, max_pending: int = _PENDING
 ) -> Iterator[_T]:
-    """Calls `ask` for each name in several threads, and yields the results in the order of the names.
+    """Calls `function` for each item in several threads, and yields the results in the order of the items.
 
-    ahead: how many further calls may already be made, or wait for a thread, while the next result is awaited.
+    max_pending: how many further calls may already be made, or wait for a thread, while the next result is awaited.
     """
     with ThreadPoolExecutor(threads) as pool:
         waiting: deque[Future[_T]] = deque()
         try:
-            for name in names:
-                waiting.append(pool.submit(ask, name))
-                if len(waiting) > ahead:
+            for item in items:
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > max_pending:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
@@ -74,56 +74,66 @@ def map_in_threads(
             pool.shutdown(cancel_futures=True)
 
 
-def join_first(names: list[str] | tuple[str, ...], most: int = 5) -> str:
-    """Returns the first `most` names, joined by commas, and the number of the others, for a message: "a, b and 3
+def join_first(names: list[str] | tuple[str, ...], max_names: int = 5) -> str:
+    """Returns the first `max_names` names, joined by commas, and the number of the others, for a message: "a, b and 3
     more".
     """
-    text = ", ".join(names[:most])
-    return f"{text} and {len(names) - most} more" if len(names) > most else text
+    text = ", ".join(names[:max_names])
+    return f"{text} and {len(names) - max_names} more" if len(names) > max_names else text
 
 
 def walk_files(
     root: Path,
     folder: str,
     suffixes: tuple[str, ...],
-    visited: list[str] | None = None,
-    others: Counter | None = None,
-    above: tuple[str, ...] = (),
-    seen: set[str] | None = None,
-    tables: list[str] | None = None,
+    visited_folders: list[str] | None = None,
+    other_suffix_counts: Counter | None = None,
+    ancestors: tuple[str, ...] = (),
+    seen_link_targets: set[str] | None = None,
+    metadata_files: list[str] | None = None,
 ) -> Iterator[str]:
     """Yields the paths, relative to `root`, of the files with one of these suffixes, at any depth below root/folder.
     Follows no link back to a folder above, and none twice. Never asks for a file's status, which would be slow.
 
-    visited      a list to which the relative paths of all subfolders are added.
-    others       counts the files with other suffixes, by suffix.
-    tables       a list to which files with a name in METADATA, and dataset.json files, are added.
-    above, seen  of the recursion alone: the real paths of the folders above, and the targets of links to folders.
+    visited_folders      a list to which the relative paths of all subfolders are added.
+    other_suffix_counts  counts the files with other suffixes, by suffix.
+    metadata_files       a list to which files with a name in METADATA, and dataset.json files, are added.
+    ancestors, seen_link_targets  of the recursion alone: the real paths of the folders above, and the targets of links
+                         to folders.
     """
-    above = above or (os.path.realpath(root), os.path.realpath(root / folder))
-    seen = set() if seen is None else seen
+    ancestors = ancestors or (os.path.realpath(root), os.path.realpath(root / folder))
+    seen_link_targets = set() if seen_link_targets is None else seen_link_targets
     with os.scandir(root / folder) as entries:
         for entry in entries:
             name = f"{folder}/{entry.name}" if folder else entry.name
             if is_hidden(entry.name):
                 continue
             if is_folder(entry):
-                target = f"{above[-1]}/{entry.name}"
+                target = f"{ancestors[-1]}/{entry.name}"
                 if entry.is_symlink():
                     target = os.path.realpath(entry.path)
-                    if target in seen or target in above:
+                    if target in seen_link_targets or target in ancestors:
                         continue
-                    seen.add(target)
-                if visited is not None:
-                    visited.append(name)
-                yield from walk_files(root, name, suffixes, visited, others, (*above, target), seen, tables)
+                    seen_link_targets.add(target)
+                if visited_folders is not None:
+                    visited_folders.append(name)
+                yield from walk_files(
+                    root,
+                    name,
+                    suffixes,
+                    visited_folders,
+                    other_suffix_counts,
+                    (*ancestors, target),
+                    seen_link_targets,
+                    metadata_files,
+                )
                 continue
-            if tables is not None and (entry.name in METADATA or entry.name == LABELS):
-                tables.append(name)
+            if metadata_files is not None and (entry.name in METADATA or entry.name == LABELS):
+                metadata_files.append(name)
             if entry.name.lower().endswith(suffixes):
                 yield name
-            elif others is not None and entry.name not in METADATA:  # these are looked into
+            elif other_suffix_counts is not None and entry.name not in METADATA:  # these are looked into
                 own = entry.name.lower()
                 ends = [own.find(suffix) + len(suffix) for suffix in suffixes if suffix in own]
                 goes_on = any(_WRITTEN_ON.match(own, end) for end in ends)
-                others[BEHIND if goes_on else os.path.splitext(own)[1]] += 1
+                other_suffix_counts[BEHIND if goes_on else os.path.splitext(own)[1]] += 1

@@ -51,7 +51,7 @@ class Files(ABC):
         """
 
     @abstractmethod
-    def fetch_local(self, name: str) -> Path:
+    def fetch_local_path(self, name: str) -> Path:
         """Returns the path of a file on this machine, for libraries that open files themselves. If the file is at an
         address, fetches it first, and returns the path of the copy.
         """
@@ -71,11 +71,11 @@ def is_hidden(name: str) -> bool:
     return name[0] == "." or name in ("__MACOSX", "@eaDir")
 
 
-def is_hidden_path(name: str) -> bool:
+def is_hidden_path(path: str) -> bool:
     """Returns whether a relative path is ignored because any part of it is hidden (see `is_hidden`):
     __MACOSX/a/0.png.
     """
-    return any(is_hidden(part) for part in name.split("/") if part not in ("", ".", ".."))
+    return any(is_hidden(part) for part in path.split("/") if part not in ("", ".", ".."))
 
 
 def is_folder(entry: os.DirEntry) -> bool:
@@ -88,12 +88,12 @@ def is_folder(entry: os.DirEntry) -> bool:
         return False
 
 
-def list_children(names: Iterable[str], folder: str) -> list[tuple[str, bool]]:
-    """Returns what a folder holds directly, as a sorted list of (name, whether it is a folder). names: the relative
+def list_children(paths: Iterable[str], folder: str) -> list[tuple[str, bool]]:
+    """Returns what a folder holds directly, as a sorted list of (name, whether it is a folder). paths: the relative
     paths of all files.
     """
     start = len(folder) + 1 if folder else 0
-    below = [name[start:] for name in names if not folder or name.startswith(f"{folder}/")]
+    below = [name[start:] for name in paths if not folder or name.startswith(f"{folder}/")]
     return sorted({(name.split("/")[0], "/" in name) for name in below})
 
 
@@ -109,9 +109,9 @@ class LocalFiles(Files):
         self.single = os.path.basename(path) if os.path.isfile(path) else None
         self.listed: list[str] = [self.single] if self.single else []
         self.root = os.path.dirname(path) if self.single else path
-        base = find_pattern_folder(path)
+        base = extract_pattern_folder(path)
         if base is not None and not os.path.exists(path):
-            self.root, self.pattern = base, find_pattern(path)
+            self.root, self.pattern = base, extract_star_pattern(path)
             self.listed = [name[len(base) :].lstrip("/") for name in expand_braces(path)] if "{" in path else []
         self.root = str(Path(self.root))
 
@@ -120,58 +120,58 @@ class LocalFiles(Files):
             return list_children(self.listed, folder)
         with os.scandir(os.path.join(self.root, folder)) as entries:
             names = sorted((entry.name, is_folder(entry)) for entry in entries if not is_hidden(entry.name))
-        return names if self.pattern is None else select_names(names, self.pattern)
+        return names if self.pattern is None else select_matching_files(names, self.pattern)
 
     def read_stat(self, name: str) -> Stat:
         status = os.stat(os.path.join(self.root, name))
         return Stat(0 if stat.S_ISDIR(status.st_mode) else status.st_size, str(status.st_mtime_ns))
 
     def open(self, name: str) -> BinaryIO:
-        refuse_special_file(self.fetch_local(name))
-        return open(self.fetch_local(name), "rb")
+        refuse_special_file(self.fetch_local_path(name))
+        return open(self.fetch_local_path(name), "rb")
 
     def read_span(self, name: str, offset: int, size: int) -> bytes:
-        def read() -> bytes:
+        def read_once() -> bytes:
             with self.open(name) as file:
                 file.seek(offset)
                 return file.read(size)
 
-        content = retry(read)
+        content = retry(read_once)
         if len(content) < size:
             raise ConfigError(f"{name} ends after {offset + len(content)} bytes, before a sample does")
         return content
 
-    def fetch_local(self, name: str) -> Path:
+    def fetch_local_path(self, name: str) -> Path:
         return Path(self.root, name)
 
 
-def select_names(names: list[tuple[str, bool]], pattern: str) -> list[tuple[str, bool]]:
-    """Returns the entries of `names` that are files and fit a pattern such as train-*.tar.
+def select_matching_files(entries: list[tuple[str, bool]], pattern: str) -> list[tuple[str, bool]]:
+    """Returns those of `entries` that are files and fit a pattern such as train-*.tar.
 
-    names: a list of (name, whether it is a folder), as the result is.
+    entries: a list of (name, whether it is a folder), as the result is.
     """
-    return [(name, is_folder) for name, is_folder in names if not is_folder and fnmatch.fnmatchcase(name, pattern)]
+    return [(name, is_folder) for name, is_folder in entries if not is_folder and fnmatch.fnmatchcase(name, pattern)]
 
 
-def require_pattern_files(data: str, files: Files) -> None:
+def require_files_of_pattern(where: str, files: Files) -> None:
     """Raises ConfigError if data.path is a pattern with a star that fits no file, or one with braces that lists a file
     that is missing. Of a long list, looks for only some 1000 files. Does nothing without a pattern.
 
-    data: what messages call the pattern, such as data.path=x/*.tar.
+    where: what messages call the pattern, such as data.path=x/*.tar.
     """
     if files.pattern is not None and not files.list_names():
-        raise ConfigError(f"{data} fits no file: correct the pattern")
+        raise ConfigError(f"{where} fits no file: correct the pattern")
     listed = files.listed if isinstance(files, LocalFiles) else []
     looked = [*listed[:: max(1, len(listed) // _LOOKED)], *listed[-1:]]
-    absent = next((name for name in looked if not os.path.exists(files.fetch_local(name))), None)
+    absent = next((name for name in looked if not os.path.exists(files.fetch_local_path(name))), None)
     if absent is not None:
         raise ConfigError(
-            f"{data} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "
+            f"{where} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "
             "fetch what is missing"
         )
 
 
-def find_pattern_folder(path: str) -> str | None:
+def extract_pattern_folder(path: str) -> str | None:
     """Returns the folder in which a pattern looks for files: the path up to the last slash before the first brace or
     star, such as x for x/{00..99}.tar. Returns None for a path without braces and stars.
     """
@@ -179,7 +179,7 @@ def find_pattern_folder(path: str) -> str | None:
     return path[: place.start()].rpartition("/")[0] if place else None
 
 
-def find_pattern(path: str) -> str | None:
+def extract_star_pattern(path: str) -> str | None:
     """Returns the pattern of file names at the end of a path with a star: train-*.tar for x/train-*.tar. Returns None
     for a path without a star.
 

@@ -24,11 +24,11 @@ from dstrain.data.files.local import (
     LocalFiles,
     Stat,
     expand_braces,
-    find_pattern,
-    find_pattern_folder,
+    extract_pattern_folder,
+    extract_star_pattern,
     is_hidden,
     list_children,
-    select_names,
+    select_matching_files,
 )
 from dstrain.data.files.storage import retry
 from dstrain.distributed.environment import make_cache_folder
@@ -97,10 +97,10 @@ def open_files(root: str | Path, cache: Cache | None = None) -> Files:
 
     cache: settings of the cache on a disk, which is used for an address.
     """
-    return RemoteFiles(str(root), cache or Cache()) if is_address(root) else LocalFiles(root)
+    return RemoteFiles(str(root), cache or Cache()) if is_remote_address(root) else LocalFiles(root)
 
 
-def is_address(root: str | Path) -> bool:
+def is_remote_address(root: str | Path) -> bool:
     """Returns whether `root` is an address that fsspec reads, such as s3://BUCKET/DATA."""
     return _ADDRESS.match(str(root)) is not None
 
@@ -124,8 +124,8 @@ class RemoteFiles(Files):
         self._folders = {""}
         self._queue: queue.Queue | None = None  # of what is read ahead
         # `_addresses` has the address of each name; it is {} for a folder, which the store lists.
-        self.root, self._addresses = _split_addresses(root)
-        self.pattern = None if self._addresses else find_pattern(root)
+        self.root, self._addresses = _parse_folder_and_addresses(root)
+        self.pattern = None if self._addresses else extract_star_pattern(root)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_queue": None}
@@ -133,7 +133,7 @@ class RemoteFiles(Files):
     def list_names(self, folder: str = "") -> list[tuple[str, bool]]:
         if self._addresses:
             return list_children(self._addresses, folder)
-        address = self._find_address(folder).rstrip("/")
+        address = self._resolve_address(folder).rstrip("/")
         names = set()
         listed = f"{address}/" if self._store.of_the_web else address  # of the web a page of links
         for entry in self._store.call_with_retries(
@@ -149,19 +149,19 @@ class RemoteFiles(Files):
                 self._folders.add(known)
             elif entry.get("size") is not None:
                 self._stats[known] = _parse_stat(entry)
-        return sorted(names) if self.pattern is None else select_names(sorted(names), self.pattern)
+        return sorted(names) if self.pattern is None else select_matching_files(sorted(names), self.pattern)
 
     def read_stat(self, name: str) -> Stat:
         if name in self._folders:  # Its version changes when files come or go.
             return Stat(0, blake2b(repr(self.list_names(name)).encode(), digest_size=8).hexdigest())
         if name not in self._stats:
-            address = self._find_address(name)
+            address = self._resolve_address(name)
             entry = self._store.call_with_retries(address, lambda: self._store.open_file_system().info(address))
             self._stats[name] = _parse_stat(entry, address)
         return self._stats[name]
 
     def open(self, name: str) -> BinaryIO:
-        return self._open_span(name, 0, self.read_stat(name).size)
+        return self._open_cached_byte_range(name, 0, self.read_stat(name).size)
 
     def read_span(self, name: str, offset: int, size: int) -> bytes:
         whole = self.read_stat(name).size
@@ -173,10 +173,10 @@ class RemoteFiles(Files):
         fits = sum(stat.size for stat in self._stats.values()) <= _CACHED * self.cache.limit
         if not fits and not self.cache.has_entry(self._make_cache_key(name, 0, whole)):
             first, last = offset, offset + size
-        with self._open_span(name, first, last) as file:
+        with self._open_cached_byte_range(name, first, last) as file:
             return os.pread(file.fileno(), size, offset - first)
 
-    def fetch_local(self, name: str) -> Path:
+    def fetch_local_path(self, name: str) -> Path:
         with self.open(name) as file:
             return Path(file.name)
 
@@ -192,39 +192,41 @@ class RemoteFiles(Files):
             for place in places:
                 self._queue.put_nowait((read, place))
 
-    def _open_span(self, name: str, first: int, last: int) -> BinaryIO:
-        """Opens a cached copy of the bytes [first, last) of a file for reading. Byte `first` of the file is at position
+    def _open_cached_byte_range(self, name: str, start: int, end: int) -> BinaryIO:
+        """Opens a cached copy of the bytes [start, end) of a file for reading. Byte `start` of the file is at position
         0 of the copy. If the cache does not have these bytes, fetches them first.
         """
-        address, size, store = self._find_address(name), last - first, self._store
+        address, size, store = self._resolve_address(name), end - start, self._store
 
-        def fetch(path: Path) -> None:
-            """Writes the bytes [first, last) to the file `path`. Raises OSError if fewer or more came."""
+        def download_bytes(path: Path) -> None:
+            """Writes the bytes [start, end) to the file `path`. Raises OSError if fewer or more came."""
             if size == self.read_stat(name).size:
                 store.open_file_system().get_file(address, str(path))
             elif store.of_the_web:
                 with store.open_file_system().open(
                     address, "rb", cache_type="none", size=self.read_stat(name).size
                 ) as file:
-                    file.seek(first)
+                    file.seek(start)
                     path.write_bytes(file.read(size))
             else:
-                path.write_bytes(store.open_file_system().cat_file(address, start=first, end=last))
+                path.write_bytes(store.open_file_system().cat_file(address, start=start, end=end))
             if path.stat().st_size != size:
                 raise OSError(errno.EIO, f"{path.stat().st_size:,} bytes came of {size:,}")
 
-        def fill(path: Path) -> None:
-            """Writes the bytes [first, last) to the file `path`, and tries again while the store fails."""
-            store.call_with_retries(address, lambda: fetch(path), reading=True)
+        def download_with_retries(path: Path) -> None:
+            """Writes the bytes [start, end) to the file `path`, and tries again while the store fails."""
+            store.call_with_retries(address, lambda: download_bytes(path), reading_sample=True)
 
-        return self.cache.open_entry(self._make_cache_key(name, first, last), size, fill, address)
+        return self.cache.open_or_create_entry(
+            self._make_cache_key(name, start, end), size, download_with_retries, address
+        )
 
-    def _make_cache_key(self, name: str, first: int, last: int) -> str:
-        """Returns the key by which the cache knows the bytes [first, last) of a file in its present version."""
-        text = f"{self._find_address(name)}\0{self.read_stat(name).version}\0{first}\0{last}"
+    def _make_cache_key(self, name: str, start: int, end: int) -> str:
+        """Returns the key by which the cache knows the bytes [start, end) of a file in its present version."""
+        text = f"{self._resolve_address(name)}\0{self.read_stat(name).version}\0{start}\0{end}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def _find_address(self, name: str) -> str:
+    def _resolve_address(self, name: str) -> str:
         """Returns the address of the file `name`; the address of the root for "". Raises FileNotFoundError if data.path
         lists files, and this is none of them.
         """
@@ -251,22 +253,22 @@ class Store:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fs": None}
 
-    def call_with_retries(self, address: str, call: Callable[[], Any], reading: bool = False) -> Any:
-        """Returns the result of `call()`, which asks the store about an address. If the store fails, tries again.
+    def call_with_retries(self, address: str, request: Callable[[], Any], reading_sample: bool = False) -> Any:
+        """Returns the result of `request()`, which asks the store about an address. If the store fails, tries again.
 
-        reading: True if a sample is read: 5 tries over 31 s. False, as when data are listed: 3 tries over 1 s.
+        reading_sample: True if a sample is read: 5 tries over 31 s. False, as when data are listed: 3 tries over 1 s.
         Raises ConfigError if nothing exists at the address, and NotRead if the last try fails, too. If the store
-        refuses the request, as with wrong credentials, raises NotRead if `reading`, else ConfigError.
+        refuses the request, as with wrong credentials, raises NotRead if `reading_sample`, else ConfigError.
         """
-        began, tries = time.monotonic(), _TRIES if reading else _FIRST_TRIES
+        began, tries = time.monotonic(), _TRIES if reading_sample else _FIRST_TRIES
 
         def call_once() -> Any:
             try:
-                return call()
+                return request()
             except (ConfigError, NotRead):
                 raise
             except Exception as error:
-                raise _translate_error(error, address, NotRead if reading else ConfigError) from None
+                raise _translate_store_error(error, address, NotRead if reading_sample else ConfigError) from None
 
         try:
             return retry(call_once, tries)
@@ -310,11 +312,11 @@ def _run_queued_reads(tasks: queue.Queue) -> None:
             read(place)
 
 
-def _split_addresses(root: str) -> tuple[str, dict[str, str]]:
+def _parse_folder_and_addresses(root: str) -> tuple[str, dict[str, str]]:
     """Returns the folder that all addresses in `root` have in common, and {name: address} of the files that `root`
     lists. The dictionary is {} if `root` is a folder or has a star: then only the store knows which files there are.
     """
-    base = find_pattern_folder(root)
+    base = extract_pattern_folder(root)
     addresses = expand_braces(root) if "{" in root else _SEVERAL.split(root)
     if len(addresses) == 1 and (base is not None or not _strip_query(root).lower().endswith(_FILES)):
         return (base or root).rstrip("/"), {}
@@ -324,17 +326,19 @@ def _split_addresses(root: str) -> tuple[str, dict[str, str]]:
     return base, {path[len(base) :].lstrip("/"): address for path, address in zip(paths, addresses)}
 
 
-def _parse_stat(entry: dict[str, Any], address: str = "") -> Stat:
+def _parse_stat(fsspec_info: dict[str, Any], address: str = "") -> Stat:
     """Returns the size and version of a file or folder from fsspec's entry about it. Raises ConfigError if a file's
     size is not known.
     """
-    if entry["type"] == "directory":
+    if fsspec_info["type"] == "directory":
         return Stat(0, "")
-    if entry.get("size") is None:
+    if fsspec_info.get("size") is None:
         raise ConfigError(
             f"{address}: the server does not say how many bytes it has: download it, or take a server of plain files"
         )
-    return Stat(int(entry["size"]), next((str(entry[key]) for key in _VERSIONS if entry.get(key)), ""))
+    return Stat(
+        int(fsspec_info["size"]), next((str(fsspec_info[key]) for key in _VERSIONS if fsspec_info.get(key)), "")
+    )
 
 
 def _strip_query(address: str) -> str:
@@ -342,10 +346,10 @@ def _strip_query(address: str) -> str:
     return address.partition("?")[0] if address.startswith("http") else address
 
 
-def _translate_error(error: Exception, address: str, refused: type[Exception]) -> Exception:
+def _translate_store_error(error: Exception, address: str, refusal_type: type[Exception]) -> Exception:
     """Returns the exception to raise for an error of a library that asked a store about an address:
     - Missing, if nothing exists at the address,
-    - `refused`, a class of exceptions, if the store refuses the request, as with wrong credentials,
+    - `refusal_type`, a class of exceptions, if the store refuses the request, as with wrong credentials,
     - OSError(EIO), which is retried, if the network or the store failed,
     - any other error unchanged.
     """
@@ -354,18 +358,18 @@ def _translate_error(error: Exception, address: str, refused: type[Exception]) -
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     text = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if "range requests" in text:
-        return refused(
+        return refusal_type(
             f"{address}: the server sends whole files alone, and the data do not fit into the cache: raise "
             "data.cache.gb, or download them"
         )
     if isinstance(error, FileNotFoundError) or status in (404, 410):
         return Missing(f"{address}: the store has no such object, folder or bucket: correct the address")
     if isinstance(error, PermissionError) or status in (401, 403) or "Credentials" in text:
-        return refused(
+        return refusal_type(
             f"{address}: the store refuses it ({text}): give credentials that may read it, by "
             f"{_CREDENTIALS[address.partition('://')[0].replace('https', 'http')]}"
         )
     if isinstance(status, int) and 400 <= status < 500 and status not in (408, 416, 425, 429):
-        return refused(f"{address}: the store refuses it ({text}): correct the address")
+        return refusal_type(f"{address}: the store refuses it ({text}): correct the address")
     roots = {kind.__module__.split(".")[0] for kind in type(error).__mro__}
     return OSError(errno.EIO, text) if isinstance(error, OSError) or roots & _NETWORK else error

@@ -48,7 +48,7 @@ def retry(read: Callable[[], Any], tries: int = _TRIES) -> Any:
         try:
             return read()
         except (OSError, MemoryError, SystemError) as error:
-            if not _is_transient(error) or attempt == tries - 1:
+            if not _is_transient_error(error) or attempt == tries - 1:
                 raise
             time.sleep(0.2 * 5**attempt)
 
@@ -57,7 +57,7 @@ def is_storage_fault(error: Exception, path: Path) -> bool:
     """Returns whether an error in reading the file `path` is the fault of the storage or the machine, and not of the
     file. May read the whole file once more to find out.
     """
-    if not _is_transient(error):
+    if not _is_transient_error(error):
         return False
     if type(error).__module__ == "builtins":
         return True
@@ -70,7 +70,7 @@ def is_storage_fault(error: Exception, path: Path) -> bool:
     return False
 
 
-def _is_transient(error: Exception) -> bool:
+def _is_transient_error(error: Exception) -> bool:
     """Returns whether an error comes of failing storage or short memory, so that another try may succeed."""
     if isinstance(error, MemoryError):  # FFmpeg raises one of its own for a size that the file asks for.
         return type(error).__module__ == "builtins"

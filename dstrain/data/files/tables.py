@@ -43,28 +43,28 @@ class Table(ABC):
         """Returns the names of the columns; for .jsonl those that the first row has."""
 
     @abstractmethod
-    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], row_group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yields (number of the line or row, {column: value}) for each row of a group. The dictionary has at least the
         given `columns`; a missing value is None or left out.
         """
 
-    def count_groups(self) -> int:
+    def count_row_groups(self) -> int:
         """Returns the number of groups of rows that can be read separately: 1, or the number of row groups of a parquet
         file.
         """
         return 1
 
-    def has_file_bytes(self) -> bool:
+    def has_bytes_column(self) -> bool:
         """Returns whether a column holds the bytes of whole files, as `datasets` stores images."""
         return False
 
 
-def match_names(known: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Returns the entries of `names` that are in `known`, in the order of `known` but in the spelling of `names`.
-    Ignores case, and white space around names: File_Name is file_name.
+def match_column_names(known_names: Sequence[str], columns: Sequence[str]) -> list[str]:
+    """Returns the entries of `columns` that are in `known_names`, in the order of `known_names` but spelled as in
+    `columns`. Ignores case, and white space around names: File_Name is file_name.
     """
-    found = {name.strip().lower(): name for name in names} | {name: name for name in names}
-    return [found[name] for name in known if name in found]
+    found = {name.strip().lower(): name for name in columns} | {name: name for name in columns}
+    return [found[name] for name in known_names if name in found]
 
 
 def open_table(files: Files, name: str, where: str) -> Table:
@@ -91,10 +91,10 @@ def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
             yield _decode_line(line, number, where)
 
 
-def _decode_line(line: bytes, number: int, where: str) -> str:
-    """Returns line `number` of a file as text. Raises ConfigError, with a remedy, if it is not UTF-8 or has a NUL."""
+def _decode_line(line: bytes, line_number: int, where: str) -> str:
+    """Returns a line of a file as text. Raises ConfigError, with a remedy, if it is not UTF-8 or has a NUL."""
     try:
-        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        text = line.decode("utf-8-sig" if line_number == 1 else "utf-8")
         if "\0" not in text:
             return text
         at = line.index(0)
@@ -102,10 +102,10 @@ def _decode_line(line: bytes, number: int, where: str) -> str:
         at = error.start
     wide = line.count(0) > 1 or line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if b"\0" in line and not wide:
-        raise ConfigError(f"{where}, line {number}: a NUL is in no text: take it away, `tr -d '\\0' <OLD >NEW`")
+        raise ConfigError(f"{where}, line {line_number}: a NUL is in no text: take it away, `tr -d '\\0' <OLD >NEW`")
     encoding = "UTF-16" if wide else "LATIN1"
     raise ConfigError(
-        f"{where}, line {number}: byte {line[at]:#x} is no UTF-8: write the file in UTF-8, "
+        f"{where}, line {line_number}: byte {line[at]:#x} is no UTF-8: write the file in UTF-8, "
         f"as `iconv -f {encoding} -t UTF-8 OLD > NEW` does for text in {encoding}"
     )
 
@@ -130,7 +130,7 @@ class _Csv(Table):
             raise ConfigError(f"{self.where}, line 1: two columns are called {twice}: rename or remove one")
         return names
 
-    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], row_group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         reader = self._make_reader()
         try:
             last = reader.line_num if reader.fieldnames else 0
@@ -149,31 +149,32 @@ class _Csv(Table):
                 f"{self.where}, line {reader.line_num}: {error}: is a quotation mark left open?"
             ) from None
 
-    def _require_closed_quotes(self, row: dict[str, Any], line: int) -> None:
+    def _require_closed_quotes(self, row: dict[str, Any], line_number: int) -> None:
         """Raises ConfigError if a row of several lines seems to contain further rows, since a quotation mark was
-        probably left open. line: the number of the row's first line.
+        probably left open. line_number: the number of the row's first line.
         """
         texts = [text for text in row.values() if isinstance(text, str)]
         suffixes = {match[0] for text in texts if "\n" not in text and (match := _SUFFIX.search(text))}
         lines = (more for text in texts if "\n" in text for more in text.split("\n"))
         for more in (more for more in lines if more.count(",") >= len(row) - 1):
-            if self._is_separate_row(more, texts, suffixes):
+            if self._is_line_separate_row(more, texts, suffixes):
                 raise ConfigError(
-                    f"{self.where}, line {line}: its text holds the line {more.strip()[:60]}: if a quotation mark is "
-                    "left open there, close it"
+                    f"{self.where}, line {line_number}: its text holds the line {more.strip()[:60]}: if a quotation "
+                    "mark is left open there, close it"
                 )
 
-    def _is_separate_row(self, line: str, texts: list[str], suffixes: set[str]) -> bool:
+    def _is_line_separate_row(self, line: str, row_texts: list[str], file_suffixes: set[str]) -> bool:
         """Returns whether a line within a quoted text is probably a row of its own, since it names a file that the
-        row's `texts` do not name.
+        row's `row_texts` do not name.
 
-        suffixes: a name with one of these is a file's name. If there are none, a name counts if such a file exists.
+        file_suffixes: a name with one of these is a file's name. If there are none, a name counts if such a file
+        exists.
         """
-        if not suffixes and not self.files.far:
-            names = {field.strip().strip('"') for field in line.split(",")}.difference(texts)
-            return any(os.path.isfile(self.files.fetch_local(name)) for name in names)
-        found = (re.search(rf'([^,"]*{re.escape(suffix)})"*\s*(,|$)', line) for suffix in suffixes)
-        return any(match is not None and match[1].strip() not in texts for match in found)
+        if not file_suffixes and not self.files.far:
+            names = {field.strip().strip('"') for field in line.split(",")}.difference(row_texts)
+            return any(os.path.isfile(self.files.fetch_local_path(name)) for name in names)
+        found = (re.search(rf'([^,"]*{re.escape(suffix)})"*\s*(,|$)', line) for suffix in file_suffixes)
+        return any(match is not None and match[1].strip() not in row_texts for match in found)
 
 
 class Tsv(_Csv):
@@ -184,7 +185,7 @@ class Tsv(_Csv):
     def list_columns(self) -> list[str]:
         return self._require_distinct_columns(next((fields for _, fields in self.iterate_records()), []))
 
-    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], row_group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         records = self.iterate_records()
         _, names = next(records, (1, []))
         for number, fields in records:
@@ -255,7 +256,7 @@ class _Jsonl(Table):
     def list_columns(self) -> list[str]:
         return next((list(row) for _, row in self.iterate_rows(())), [])
 
-    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], row_group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(read_lines(self.files, self.name, self.where), 1):
             if not line.strip():
                 continue
@@ -282,23 +283,26 @@ class _Parquet(Table):
     def list_columns(self) -> list[str]:
         return list(self._open_file().schema.names)
 
-    def has_file_bytes(self) -> bool:
+    def has_bytes_column(self) -> bool:
         from dstrain.data.files.arrow import can_hold_bytes
 
         return any(can_hold_bytes(field.type) for field in self._open_file().schema)
 
-    def count_groups(self) -> int:
-        return self._open_file().num_groups
+    def count_row_groups(self) -> int:
+        return self._open_file().num_row_groups
 
-    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], row_group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         file = self._open_file()
-        size, count = file.count_bytes(group, columns), file.count_rows(range(group, group + 1))
+        size, count = (
+            file.count_uncompressed_bytes(row_group, columns),
+            file.count_rows(range(row_group, row_group + 1)),
+        )
         if size > min(max(_SMALL, _WIDEST * count), _LARGEST):
             raise ConfigError(
-                f"{self.where}: row group {group} has {size >> 20} MB of {', '.join(columns)} in {count:,} rows, "
+                f"{self.where}: row group {row_group} has {size >> 20} MB of {', '.join(columns)} in {count:,} rows, "
                 f"too much for a list: write smaller row groups, with rows below {_WIDEST >> 10} KB"
             )
-        yield from enumerate(file.iterate_rows(group, columns), 1 + file.count_rows(range(group)))
+        yield from enumerate(file.iterate_rows(row_group, columns), 1 + file.count_rows(range(row_group)))
 
 
 TABLES = {".csv": _Csv, ".tsv": Tsv, ".jsonl": _Jsonl, ".parquet": _Parquet}

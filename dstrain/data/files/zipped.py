@@ -55,7 +55,7 @@ class Members:
             )
 
 
-def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
+def iterate_zip_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
     """Yields every member of a zip file except folders. Its `orig_filename` is the member's name with slashes, and
     without "./" at the beginning. Takes 0.6 KB of memory for each member.
 
@@ -94,46 +94,46 @@ def iterate_members(file: BinaryIO) -> Iterator[zipfile.ZipInfo]:
             yield member
 
 
-def read_member(files: Files, name: str, offset: int, packed: int, most: int) -> bytes:
-    """Returns the uncompressed content of one member of the zip file `name`.
+def read_zip_member(files: Files, zip_name: str, offset: int, compressed_size: int, max_size: int) -> bytes:
+    """Returns the uncompressed content of one member of the zip file `zip_name`.
 
     offset: the byte at which the member's local header begins.
-    packed: the member's compressed size in bytes.
-    most: the most bytes that the content may have.
-    Raises ConfigError if the header or the content is damaged, or if the content is larger than `most`.
+    compressed_size: the member's compressed size in bytes.
+    max_size: the most bytes that the content may have.
+    Raises ConfigError if the header or the content is damaged, or if the content is larger than `max_size`.
     """
-    if packed > most:
-        raise ConfigError(f"it has {packed:,} bytes, above the cap of {most:,}")
+    if compressed_size > max_size:
+        raise ConfigError(f"it has {compressed_size:,} bytes, above the cap of {max_size:,}")
     # A directory follows the last member, so this much is always there.
-    block = files.read_span(name, offset, _LOCAL.size + _SLACK + packed)
+    block = files.read_span(zip_name, offset, _LOCAL.size + _SLACK + compressed_size)
     mark, _, flags, method, _, _, checksum, _, _, names, extras = _LOCAL.unpack_from(block)
     if mark != b"PK\3\4" or flags & 1 or method not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ConfigError("its local header is damaged")
     start = _LOCAL.size + names + extras
-    if start + packed > len(block):
-        block, start = files.read_span(name, offset + start, packed), 0
-    content = block[start : start + packed]
+    if start + compressed_size > len(block):
+        block, start = files.read_span(zip_name, offset + start, compressed_size), 0
+    content = block[start : start + compressed_size]
     if method == zipfile.ZIP_DEFLATED:
-        content = inflate(content, most)
+        content = inflate(content, max_size)
     if not flags & 8 and zlib.crc32(content) != checksum:  # Flag 8 says that the sum follows the data.
         raise ConfigError("its bytes were altered: it is damaged")
     return content
 
 
-def inflate(content: bytes, most: int) -> bytes:
+def inflate(compressed: bytes, max_size: int) -> bytes:
     """Decompresses Deflate data that have no header, and returns their content. Raises ConfigError if the data are
-    damaged or cut off, or if the content has more than `most` bytes.
+    damaged or cut off, or if the content has more than `max_size` bytes.
     """
     stream = zlib.decompressobj(-15)
     try:
-        whole = stream.decompress(content, min(most, _LARGE) + 1)
+        whole = stream.decompress(compressed, min(max_size, _LARGE) + 1)
         if len(whole) > _LARGE:
             with _INFLATING:  # Many threads read, and each may meet a bomb.
-                whole += stream.decompress(stream.unconsumed_tail, most + 1 - len(whole))
+                whole += stream.decompress(stream.unconsumed_tail, max_size + 1 - len(whole))
     except zlib.error as error:
         raise ConfigError(f"its compressed data are damaged ({error})") from None
-    if len(whole) > most:
-        raise ConfigError(f"it inflates to more than {most:,} bytes")
+    if len(whole) > max_size:
+        raise ConfigError(f"it inflates to more than {max_size:,} bytes")
     if not stream.eof:
         raise ConfigError("its compressed data are cut off")
     return whole

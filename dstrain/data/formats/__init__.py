@@ -4,8 +4,8 @@ import os
 import re
 from pathlib import Path
 
-from dstrain.data.files.local import Files, find_pattern_folder
-from dstrain.data.files.remote import SCHEMES, is_address, open_files
+from dstrain.data.files.local import Files, extract_pattern_folder
+from dstrain.data.files.remote import SCHEMES, is_remote_address, open_files
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
@@ -44,7 +44,9 @@ def is_address_or_pattern(path: str) -> bool:
     machine.
     """
     return (
-        is_address(path) or path.startswith(HUB) or (find_pattern_folder(path) is not None and not Path(path).exists())
+        is_remote_address(path)
+        or path.startswith(HUB)
+        or (extract_pattern_folder(path) is not None and not Path(path).exists())
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from dstrain.data.files.listing import BEHIND
 from dstrain.data.files.local import Files, LocalFiles, is_folder, is_hidden
-from dstrain.data.files.tables import match_names
+from dstrain.data.files.tables import match_column_names
 from dstrain.data.formats.labels import ClassList, read_class_list
 from dstrain.data.formats.splits import FOLD_COLUMNS, parse_split_value
 from dstrain.recipe import Cache, ConfigError, NotRead
@@ -169,7 +169,7 @@ class Layout(ABC):
 
         columns: all columns of the table. used: the columns that are read for something else, which are not recorded.
         """
-        for column in match_names(FOLD_COLUMNS, columns)[:1]:
+        for column in match_column_names(FOLD_COLUMNS, columns)[:1]:
             if column not in used:
                 self.notes["folds"] = column
 
@@ -257,7 +257,7 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
     if not isinstance(files, LocalFiles) or files.listed or files.pattern:
         return files.list_names(folder)
     try:
-        with os.scandir(files.fetch_local(folder)) as entries:
+        with os.scandir(files.fetch_local_path(folder)) as entries:
             return sorted(
                 (entry.name, is_folder(entry)) for entry in islice(entries, _PEEKED) if not is_hidden(entry.name)
             )

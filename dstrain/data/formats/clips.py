@@ -11,7 +11,7 @@ from typing import Any
 
 from dstrain.data.files.listing import join_first
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.files.tables import Tsv, match_names, open_table
+from dstrain.data.files.tables import Tsv, match_column_names, open_table
 from dstrain.data.formats.base import Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.lists import COLUMNS
@@ -152,7 +152,9 @@ def _iterate_caption_rows(file: Path, where: str) -> Iterator[tuple[int, Any, An
     files = LocalFiles(str(file.parent))
     if file.suffix.lower() in (".csv", ".jsonl"):
         table = open_table(files, file.name, where)
-        columns = [match_names(COLUMNS[kind], table.list_columns())[:1] or [kind] for kind in ("path", "caption")]
+        columns = [
+            match_column_names(COLUMNS[kind], table.list_columns())[:1] or [kind] for kind in ("path", "caption")
+        ]
         yield from ((number, *(row.get(name) for (name,) in columns)) for number, row in table.iterate_rows(()))
         return
     for number, (name, *fields) in Tsv(files, file.name, where).iterate_records():

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import pyarrow as pa
 
 from dstrain.data.files.arrow import can_hold_bytes
-from dstrain.data.files.tables import match_names
+from dstrain.data.files.tables import match_column_names
 from dstrain.data.formats.base import Request
 from dstrain.recipe import ConfigError
 
@@ -60,7 +60,9 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
     captions = tuple(chosen.get("caption", ()))
     if not captions:
-        texts = [name for name in match_names(_CAPTIONS, schema.names) if _can_hold_captions(schema.field(name).type)]
+        texts = [
+            name for name in match_column_names(_CAPTIONS, schema.names) if _can_hold_captions(schema.field(name).type)
+        ]
         captions = tuple(texts[:1])
     captions = captions if request.captions else ()
     kinds = ["images", *(_classify_type(schema.field(name).type) for name in (label, *captions) if name)]
@@ -82,7 +84,7 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
     of_clips = request.noun == "clips"
     if marked := [name for name in _find_columns_of_type(schema, "Video" if of_clips else "Image") if name in fitting]:
         return marked
-    named = match_names((*_CLIPS * of_clips, *_IMAGES), fitting)
+    named = match_column_names((*_CLIPS * of_clips, *_IMAGES), fitting)
     return named[:1] or [name for name in fitting if pa.types.is_struct(schema.field(name).type)]
 
 
@@ -97,7 +99,11 @@ def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], reques
     if request.labels == "none":
         return None
     marked = _find_columns_of_type(schema, "ClassLabel")
-    found = [*chosen.get("label", ()), *match_names(_LABELS, schema.names), *(marked if len(marked) == 1 else ())]
+    found = [
+        *chosen.get("label", ()),
+        *match_column_names(_LABELS, schema.names),
+        *(marked if len(marked) == 1 else ()),
+    ]
     label = found[0] if found else None
     if label is None or _can_hold_labels(schema.field(label).type):
         return label

@@ -58,7 +58,7 @@ def find_data_forms(files: Files, request: Request) -> dict[Form, list[str]]:
         if form := _recognise_form(name, files, request):
             forms.setdefault(form, []).append(name)
     tables = [name for form in forms if form[0] == _TABLES for name in forms[form]]
-    if len(forms) > 1 and tables and not any(_table_has_file_bytes(files, name) for name in tables[:_TRIED]):
+    if len(forms) > 1 and tables and not any(_table_has_bytes_column(files, name) for name in tables[:_TRIED]):
         forms = {form: names for form, names in forms.items() if form[0] != _TABLES}
     merged: dict[Form, list[str]] = {}
     for (noun, place), names in forms.items():
@@ -93,8 +93,8 @@ def _recognise_form(name: str, files: Files, request: Request) -> Form | None:
     return (nouns[suffix], folder or f"*{suffix}") if suffix in nouns else None
 
 
-def _table_has_file_bytes(files: Files, name: str) -> bool:
+def _table_has_bytes_column(files: Files, name: str) -> bool:
     """Returns whether a parquet table holds the bytes of files, such as images; False if it cannot be read."""
     with suppress(ConfigError):  # A table that cannot be read is no form.
-        return open_table(files, name, name).has_file_bytes()
+        return open_table(files, name, name).has_bytes_column()
     return False

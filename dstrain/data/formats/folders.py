@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import SAMPLES, join_first, list_class_folders, report_listing_errors, walk_files
+from dstrain.data.files.listing import (
+    SAMPLES,
+    convert_oserror_to_config_error,
+    join_first,
+    list_class_folders,
+    walk_files,
+)
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.labels import LABELS, name_classes_by_number, read_labels
@@ -47,7 +53,7 @@ class Folders(Layout):
         - data.class_list is given for data without class folders.
         """
         root, request = Path(self.root), self.request
-        with report_listing_errors(root, request.key):
+        with convert_oserror_to_config_error(root, request.key):
             if request.labels == "auto":
                 self._load_labels()
                 if self._by_name is None:
@@ -122,7 +128,7 @@ class Folders(Layout):
             )
 
     def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        with report_listing_errors(self.root, self.request.key):
+        with convert_oserror_to_config_error(self.root, self.request.key):
             names = self._list_files_below(piece)
         self._require_labels(names)
         if self._by_name is None:
@@ -151,7 +157,7 @@ class Folders(Layout):
         Raises ConfigError if a subfolder has a table of labels or captions of its own, which would not be read.
         """
         root, suffixes, others, tables = Path(self.root), self.request.suffixes + more_suffixes, Counter(), []
-        names = sorted(walk_files(root, folder, suffixes, self._deeper, others=others, tables=tables))
+        names = sorted(walk_files(root, folder, suffixes, self._deeper, others, metadata_files=tables))
         self.record_unread_files(others)
         refuse_inner_metadata(self.root, self.files, self.request, tables)
         return names

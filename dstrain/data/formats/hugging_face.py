@@ -20,9 +20,9 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from dstrain.data.files.listing import join_first, report_listing_errors, walk_files
+from dstrain.data.files.listing import convert_oserror_to_config_error, join_first, walk_files
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.files.tables import match_names
+from dstrain.data.files.tables import match_column_names
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
 from dstrain.data.formats.shards import check_missing_shards
 from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, find_split_in_path
@@ -96,7 +96,7 @@ class Tables(Layout):
         Raises ConfigError if some files name a split, and other files with images do not.
         """
         splits: dict[str, list[str]] = {}
-        with report_listing_errors(self.root, self.request.key):
+        with convert_oserror_to_config_error(self.root, self.request.key):
             for name in iterate_files_by_suffix(self.files, self.suffix):
                 splits.setdefault("" if self.files.pattern else find_split_in_path(name), []).append(name)
         if len(splits) > 1 and "" in splits:
@@ -225,7 +225,7 @@ class Tables(Layout):
         """
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
         self.record_fold_column(names, own)
-        self._split = next((name for name in match_names(SPLIT_COLUMNS, names) if name not in own), None)
+        self._split = next((name for name in match_column_names(SPLIT_COLUMNS, names) if name not in own), None)
         return own if self._split is None else [*own, self._split]
 
 
@@ -253,7 +253,7 @@ class ArrowTables(Tables):
     def read(self, place: Place) -> bytes | Path:
         at, row = divmod(place.offset, _ROW)
         file = self._open_piece(place.name.rsplit("/", 2)[0])
-        return self._read_image(file.read_cell(at * 8, row, self.columns.image))
+        return self._read_image(file.read_batch_cell(at * 8, row, self.columns.image))
 
     @cached_property
     def _splits(self) -> dict[str, list[str]]:
@@ -407,8 +407,8 @@ class ParquetTables(Tables):
 
     def compose_advice(self) -> str:
         remarks, file = [super().compose_advice()], self._open_piece(self.list_pieces()[0])
-        size = file.count_bytes(0, [self.columns.image])
-        if size >= _HUGE and file.is_compressed(self.columns.image):
+        size = file.count_uncompressed_bytes(0, [self.columns.image])
+        if size >= _HUGE and file.is_column_compressed(self.columns.image):
             remarks.append(
                 f"images are compressed in row groups of {size / 1e6:.0f} MB, and each sample costs the decoding of "
                 "one: `dstrain pack` writes them as shards that are read sample by sample"
@@ -417,15 +417,15 @@ class ParquetTables(Tables):
 
     def iterate_samples(self, piece: str) -> Iterator[Sample]:
         (file, names), image, count = self._open_with_label_names(piece), self.columns.image, 0
-        file.require_single_file()
+        file.refuse_concatenated_files()
         columns = self._choose_listed_columns(file.schema.names)
-        for group in range(file.num_groups):
-            chunk = file.read_plain_chunk(group, image)
+        for group in range(file.num_row_groups):
+            chunk = file.read_uncompressed_chunk(group, image)
             for row, values in enumerate(file.iterate_rows(group, [*columns, *([image] if chunk else [])])):
                 offset, size = group * _ROW + row, -1
                 content = _find_encoded_image(values[image]) if chunk else None
                 if content is not None:
-                    at = chunk.find_value(content)
+                    at = chunk.find_value_offset(content)
                     if at is None:
                         chunk = None  # It is coded, and so is the rest of the row group.
                     else:
@@ -473,7 +473,7 @@ def _find_encoded_image(value: Any) -> bytes | None:
 def _open_arrow(files: Files, piece: str, where: str) -> Any:
     from dstrain.data.files.arrow import ArrowFile
 
-    return ArrowFile(files.fetch_local(piece), where)
+    return ArrowFile(files.fetch_local_path(piece), where)
 
 
 def _open_parquet(files: Files, piece: str, where: str) -> Any:

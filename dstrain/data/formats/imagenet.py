@@ -13,8 +13,8 @@ import os
 from pathlib import Path
 
 from dstrain.data.decode.pixels import SUFFIXES
-from dstrain.data.files.listing import list_class_folders, report_listing_errors
-from dstrain.data.files.local import Files, require_pattern_files
+from dstrain.data.files.listing import convert_oserror_to_config_error, list_class_folders
+from dstrain.data.files.local import Files, require_files_of_pattern
 from dstrain.data.files.remote import open_files
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
@@ -47,7 +47,7 @@ def find_split_paths(
     splits = _find_split_folders(path)
     if splits is None:
         files = open_files(path, cache)
-        require_pattern_files(f"data.path={path}", files)
+        require_files_of_pattern(f"data.path={path}", files)
         splits = find_packed_splits(str(path), files)
     if splits is None:
         return path, held_out_path or (None if held_out or whole else _find_held_out_path(str(path), files))
@@ -80,7 +80,7 @@ def _find_split_folders(path: str | Path) -> tuple[str, str] | None:
     """Returns the paths of train/ and val/ in a folder, or in ImageNet's tree below it, if both hold the same classes.
     Returns None for any other data.
     """
-    with report_listing_errors(path):
+    with convert_oserror_to_config_error(path):
         for tree in _TREES if os.path.isdir(path) else ():
             if splits := _find_train_and_val(Path(path, tree)):
                 return splits

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from dstrain.data.bad_files import Names
-from dstrain.data.files.listing import METADATA, join_first, report_listing_errors, walk_files
+from dstrain.data.files.listing import METADATA, convert_oserror_to_config_error, join_first, walk_files
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.files.tables import TABLES, Table, match_names, open_table, read_lines
+from dstrain.data.files.tables import TABLES, Table, match_column_names, open_table, read_lines
 from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
 from dstrain.data.formats.labels import LABELS, ClassList, read_class_list, read_labels
 from dstrain.data.formats.splits import SPLIT_COLUMNS
@@ -66,7 +66,7 @@ class TableList(Layout):
         if not _is_list_file(root, files, tuple(TABLES)):
             return False
         # A parquet file with the pictures themselves is no list, but another layout's.
-        return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").has_file_bytes()
+        return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").has_bytes_column()
 
     def list_pieces(self) -> list[str]:
         if self.request.captions_file is not None:
@@ -75,7 +75,7 @@ class TableList(Layout):
                 "stand in a column of it: write data.columns={caption: NAME}"
             )
         table = self._open_table()
-        return [f"{table.name}:{group}" for group in range(table.count_groups())]
+        return [f"{table.name}:{group}" for group in range(table.count_row_groups())]
 
     def list_watched_files(self) -> list[str]:
         return [self._open_table().name]
@@ -87,7 +87,7 @@ class TableList(Layout):
         label = columns["label"] if self.request.labels == "auto" else []
         self.labels_written = bool(label)
         base, used = self._find_base_folder(table, columns), [column for kind in columns.values() for column in kind]
-        split = [column for column in match_names(SPLIT_COLUMNS, table.list_columns()) if column not in used][:1]
+        split = [column for column in match_column_names(SPLIT_COLUMNS, table.list_columns()) if column not in used][:1]
         self.record_fold_column(table.list_columns(), used)
         for line, row in table.iterate_rows([*used, *split], int(group)):
             at = f"{table.where}, {table.noun} {line}"
@@ -106,7 +106,7 @@ class TableList(Layout):
             )
 
     def read(self, place: Place) -> Path:
-        return self.files.fetch_local(place.name)
+        return self.files.fetch_local_path(place.name)
 
     def _open_table(self) -> Table:
         return open_table(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
@@ -153,7 +153,7 @@ class TableList(Layout):
         """
         wanted = ["label"] * (self.request.labels == "auto") + ["caption"] * self.request.captions
         for kind in wanted:
-            if not columns[kind] and (late := match_names(self.known[kind], list(row))):
+            if not columns[kind] and (late := match_column_names(self.known[kind], list(row))):
                 raise ConfigError(f"{at} has a {late[0]}, and the first has none: write one in each row, or in none")
 
     def _read_path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
@@ -210,7 +210,7 @@ class TableList(Layout):
                 return base
         raise ConfigError(
             f"{table.where}: none of its first {len(paths)} files is there, the first is "
-            f"{self.files.fetch_local(paths[0])}: paths are relative to the folder of the list, or absolute; "
+            f"{self.files.fetch_local_path(paths[0])}: paths are relative to the folder of the list, or absolute; "
             "move the list, or name another column, data.columns={path: NAME}"
         )
 
@@ -251,11 +251,11 @@ class Metadata(TableList):
         """
         table, named, others = self._open_table(), Names(), Counter()
         columns = self._choose_columns(table)["path"]
-        for group in range(table.count_groups()):
+        for group in range(table.count_row_groups()):
             for line, row in table.iterate_rows(columns, group):
                 named.add_name(os.path.normpath(self._read_path(row, columns, f"{table.where}, {table.noun} {line}")))
-        with report_listing_errors(self.root, self.request.key):
-            files = walk_files(Path(self.root), "", self.request.suffixes, others=others)
+        with convert_oserror_to_config_error(self.root, self.request.key):
+            files = walk_files(Path(self.root), "", self.request.suffixes, other_suffix_counts=others)
             if unnamed := sum(name not in named for name in files):
                 self.record_left_out(f"{self.request.noun} without a row in {table.name}", unnamed)
         self.record_unread_files(others)
@@ -354,7 +354,7 @@ class _Lines(Table):
         _, row = next(self.iterate_rows(()), (0, {}))
         return list(row)
 
-    def iterate_rows(self, columns: Sequence[str], group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    def iterate_rows(self, columns: Sequence[str], row_group: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
         for number, line in enumerate(read_lines(self.files, self.name, self.where), 1):
             match = _LINE.fullmatch(line)
             if match:
@@ -396,7 +396,7 @@ def _open_metadata_tables(root: str, files: Files, request: Request, folder: str
     for name in (os.path.join(folder, name) for name in METADATA):
         if file_exists(files, name):
             table = open_table(files, name, f"{request.key}={root}: {name}")
-            if match_names(("file_name",), table.list_columns()):
+            if match_column_names(("file_name",), table.list_columns()):
                 tables.append(table)
     return tables
 
@@ -427,7 +427,7 @@ def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tu
     """
     columns, names = table.list_columns(), request.columns.get(kind)
     if names is None:
-        return match_names(known[kind], columns)[:1]
+        return match_column_names(known[kind], columns)[:1]
     names = [names] if isinstance(names, str) else list(names)
     if missing := [name for name in names if name not in columns]:
         raise ConfigError(

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.files.listing import map_in_threads, report_listing_errors, walk_files
+from dstrain.data.files.listing import convert_oserror_to_config_error, map_in_threads, walk_files
 from dstrain.data.files.local import Files
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import UNCAPTIONED, Place, Request, Sample
@@ -53,7 +53,7 @@ class Beside(Folders):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if request.noun == "clips" or not request.captions or not super().recognises(root, files, request):
             return False
-        with report_listing_errors(root, request.key):
+        with convert_oserror_to_config_error(root, request.key):
             first = islice(walk_files(Path(root), "", request.suffixes), _LOOKED)
             stems = {os.path.splitext(name)[0] for name in first}
             stems |= {unicodedata.normalize(form, stem) for stem in stems for form in ("NFC", "NFD")}
@@ -61,7 +61,7 @@ class Beside(Folders):
             return any(os.path.lexists(os.path.join(root, stem + suffix)) for stem in stems for suffix in suffixes)
 
     def list_pieces(self) -> list[str]:
-        with report_listing_errors(self.root, self.request.key):
+        with convert_oserror_to_config_error(self.root, self.request.key):
             refuse_split_folders(Path(self.root), self.request.key)
         self.classes = self.class_list.classes
         if self.request.labels == "auto":
@@ -69,7 +69,7 @@ class Beside(Folders):
         return [""]
 
     def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        with report_listing_errors(self.root, self.request.key):
+        with convert_oserror_to_config_error(self.root, self.request.key):
             files = self._list_files_below("", *_TEXTS)
         texts = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in texts]

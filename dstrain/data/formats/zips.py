@@ -11,10 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-from dstrain.data.files.listing import METADATA, join_first, report_listing_errors
+from dstrain.data.files.listing import METADATA, convert_oserror_to_config_error, join_first
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
-from dstrain.data.files.zipped import Members, iterate_members, read_member
+from dstrain.data.files.zipped import Members, iterate_zip_members, read_zip_member
 from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
 from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, name_classes_by_number, parse_labels
 from dstrain.data.formats.splits import refuse_split_names
@@ -49,7 +49,7 @@ class Zips(Layout):
         unknown method, if images lie beside class folders, or if dataset.json lacks a label.
         """
         try:
-            with report_listing_errors(self.root, self.request.key):
+            with convert_oserror_to_config_error(self.root, self.request.key):
                 members, labels, top = self._list_members_and_labels(piece)
             members.require_no_overlap()
         except Missing:
@@ -83,10 +83,10 @@ class Zips(Layout):
 
     def iterate_files(self) -> Iterator[str]:
         with self.files.open(self.name) as file:
-            yield from (f"{self.name}/{member.orig_filename}" for member in iterate_members(file))
+            yield from (f"{self.name}/{member.orig_filename}" for member in iterate_zip_members(file))
 
     def read(self, place: Place) -> bytes:
-        return read_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
+        return read_zip_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
     def _list_members_and_labels(self, piece: str) -> tuple[Members, dict[str, int] | None, str]:
         """Returns three things: the members that are samples; {name: label} from dataset.json, or None without it; and
@@ -98,7 +98,7 @@ class Zips(Layout):
         members, tables, top, others = Members(), [], None, Counter()
         stems, texts = set(), []  # of samples, and of files that may be their captions
         with self.files.open(piece) as file:
-            for member in iterate_members(file):
+            for member in iterate_zip_members(file):
                 name = member.orig_filename
                 folders, is_sample = name.split("/"), name.lower().endswith(self.request.suffixes)
                 is_table = folders[-1] == LABELS
@@ -153,7 +153,7 @@ class Zips(Layout):
                 size, packed = table.file_size, table.compress_size
                 if size > MAX_LABELS_BYTES:
                     raise ConfigError(f"its {LABELS} has {size:,} bytes")
-                content = read_member(self.files, piece, table.header_offset, packed, max(size, packed))
+                content = read_zip_member(self.files, piece, table.header_offset, packed, max(size, packed))
                 try:
                     labels = parse_labels(small.parse_unambiguous_json(content), self.root, self.request.key)
                 except ValueError as error:

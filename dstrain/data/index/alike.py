@@ -127,7 +127,7 @@ def count_file_bytes(layout: Layout, name: str) -> int:
 def _hash_file_ends(layout: Layout, name: str) -> str:
     """Returns a hash of the first and the last 64 KiB of a file; "" if the file cannot be read."""
     try:
-        path: Path = layout.files.fetch_local(name)
+        path: Path = layout.files.fetch_local_path(name)
         with open(path, "rb") as file:
             digest = blake2b(file.read(_ENDS), digest_size=8)
             file.seek(-min(_ENDS, os.fstat(file.fileno()).st_size), os.SEEK_END)

@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dstrain.data.files.listing import join_first, map_in_threads
-from dstrain.data.files.local import Files, require_pattern_files
+from dstrain.data.files.local import Files, require_files_of_pattern
 from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.index.alike import require_same_data
@@ -124,7 +124,7 @@ def _find_or_make_index(path: str, request: Request, kept: str | Path | None, ru
         found = _open_index_if_current(folder, path, files, request)
         if found is not None:
             return found
-    require_pattern_files(f"{request.key}={path}", files)
+    require_files_of_pattern(f"{request.key}={path}", files)
     layout, folder = recognise_layout(path, files, request), folders[0]
     if kept is None and not request.measured and not _name_unfinished_folder(folder).exists():
         index = _list_samples_in_memory(layout)

@@ -133,8 +133,8 @@ class Images(Indexed):
         self.image_size, self.channels, self.draft, self.crop, self.sizes = image_size, channels, draft, crop, sizes
         self.captioned = captions and index.most_captions > 0
         self.chance_name = "caption" if self.captioned and index.most_captions > 1 else None
-        if crop.num_randoms:  # the last number is the caption's
-            self.chance_name, self.chance_count = "crop", crop.num_randoms + 1
+        if crop.num_random_numbers:  # the last number is the caption's
+            self.chance_name, self.chance_count = "crop", crop.num_random_numbers + 1
 
     def __getitem__(self, index: int) -> Item:
         return self.read(index)

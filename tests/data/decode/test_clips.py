@@ -73,9 +73,9 @@ def test_a_window_is_a_slice_of_the_whole(tmp_path, kind, monkeypatch):
         write(path, moving(COUNT, 96, 64), codec, options=options)
     full, _ = whole(path, height=32, width=48)
     begun = []
-    frames = clips._decode_frames
+    frames = clips._decode_frames_from_keyframe
     monkeypatch.setattr(
-        clips, "_decode_frames", lambda *given: (begun.append(pair[0]) or pair for pair in frames(*given))
+        clips, "_decode_frames_from_keyframe", lambda *given: (begun.append(pair[0]) or pair for pair in frames(*given))
     )
     listing = read_frame_listing(path)
     assert listing.count == COUNT
@@ -194,10 +194,10 @@ def test_the_crop_of_a_rectangle(size, width, height):
 def test_windows():
     """Oracle: by hand: every start as often, the middle without chance, all there is of a short file."""
     cut = Cut(3, 8, 8, stride=2)
-    assert [cut.choose_window(8, chance / 8) for chance in range(8)] == [
+    assert [cut.choose_frame_window(8, chance / 8) for chance in range(8)] == [
         range(s, s + 5, 2) for s in (0, 0, 1, 1, 2, 2, 3, 3)
     ]
-    assert [list(cut.choose_window(count)) for count in (1, 2, 3, 4, 5, 7)] == [
+    assert [list(cut.choose_frame_window(count)) for count in (1, 2, 3, 4, 5, 7)] == [
         [0],
         [0],
         [0, 2],
@@ -205,7 +205,7 @@ def test_windows():
         [0, 2, 4],
         [1, 3, 5],
     ]
-    assert list(cut.choose_window(8, 1 - 2**-24)) == [3, 5, 7]
+    assert list(cut.choose_frame_window(8, 1 - 2**-24)) == [3, 5, 7]
 
 
 @pytest.mark.parametrize(

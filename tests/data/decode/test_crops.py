@@ -91,7 +91,7 @@ def test_a_crop_lies_within(kind):
         picture = image(generator.randint(10, 200), generator.randint(10, 200), "RGBA" if seed % 2 else "L")
         size = (32, 32) if kind == "dalle" or seed % 3 else (40, 16)
         crop = Crop(kind)
-        cut = crop(picture, *size, numbers(crop.num_randoms, seed))
+        cut = crop(picture, *size, numbers(crop.num_random_numbers, seed))
         assert cut.image.size == size and cut.image.mode == picture.mode and min(cut.top, cut.left, cut.right) >= 0
         plain = crop(picture, *size)
         assert np.array_equal(plain.image, crop_center(picture, *size))

@@ -103,7 +103,7 @@ def test_every_form_of_an_address(web, cache):
             with files.open(name) as file:
                 assert file.seek(-5, os.SEEK_END) == len(whole) - 5 and file.read() == whole[-5:]
                 assert file.seek(2) == 2 and file.read(3) == whole[2:5] and file.read() == whole[5:]
-            assert files.fetch_local(name).read_bytes() == whole
+            assert files.fetch_local_path(name).read_bytes() == whole
             with pytest.raises(ConfigError, match=f"{name} ends after {len(whole)} bytes"):
                 files.read_span(name, len(whole) - 1, 2)
         assert files.list_names("sub") == ([("b.tar", False)] if ("sub", True) in names else [])[:1] or "{" in form
@@ -136,7 +136,7 @@ def test_a_store_that_fails_is_asked_again_and_then_ends_the_run(web, cache, wai
         with pytest.raises(NotRead, match=r"a.tar cannot be read: the store does not answer.* in 5 tries"):
             files.read_span("a.tar", 10, 20)
         with pytest.raises(NotRead, match="no file is at fault"):
-            files.fetch_local("a.tar")
+            files.fetch_local_path("a.tar")
         assert waits == pytest.approx([0.2, 1.0, 5.0, 25.0] * 2)
     web.broken = 0
     assert open_files(web.address, cache).read_span("a.tar", 10, 20) == content[10:30]
@@ -274,7 +274,7 @@ def test_a_store_that_fails_in_a_run_is_no_bad_file(web, tmp_path, waits, plain)
 def put(cache: DiskCache, number: int, size: int) -> bytes:
     """Reads an entry, which is written where it is not there."""
     content = bytes([number]) * size
-    with cache.open_entry(f"{number:032x}", size, lambda path: path.write_bytes(content), "an entry") as file:
+    with cache.open_or_create_entry(f"{number:032x}", size, lambda path: path.write_bytes(content), "an entry") as file:
         return file.read()
 
 
@@ -344,7 +344,7 @@ while True:
         if len(path.name) == 32:
             path.unlink()
     files.read_span("a.tar", 0, 9_000_000)
-    files.fetch_local("a.tar")
+    files.fetch_local_path("a.tar")
 """
 
 
@@ -366,7 +366,7 @@ def test_killed_in_the_middle_of_a_fill(web, cache):
         process.wait()
         files = open_files(web.address, cache)
         assert files.read_span("a.tar", 0, 9_000_000) == content
-        assert files.fetch_local("a.tar").read_bytes() == content
+        assert files.fetch_local_path("a.tar").read_bytes() == content
     for number in range(12):  # what the killed left counts, and goes in the end
         put(files.cache, number, 9_000_000)
     assert not list(files.cache.folder.glob("*.tmp"))
