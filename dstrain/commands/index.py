@@ -66,7 +66,7 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
         "classes": _summarize_classes(index),
         "captions": _summarize_captions(layout, index),
         "captions_listed": captions or not images,
-        "advice": layout.compose_advice(),
+        "advice": layout.compose_data_advice(),
         "checked": check,
     }
     broken: Iterator[tuple[str, str]] | None = None

@@ -205,7 +205,7 @@ def _check_data_and_list_remarks(
     first problem.
     """
     from dstrain.commands.probe import probe_system, require_possible_size
-    from dstrain.data.formats.labels import require_fitting_classes
+    from dstrain.data.formats.labels import require_classes_fit_model
     from dstrain.data.open import describe_data, find_contents, open_sources
     from dstrain.data.source import describe_truncated_captions
     from dstrain.metrics.in_training import build_quality
@@ -227,14 +227,14 @@ def _check_data_and_list_remarks(
     _require_drawable_samples(run, system)
     cut = system.describe_cut([*run.samples.prompts], "samples.prompts") if run.samples.prompts else ""
     config = systems.build_config(run.system, run.model)
-    require_fitting_classes(
+    require_classes_fit_model(
         run.data.path,
         source,
         held_out,
         config.num_labels,
         config.num_labels_field,
         config.without_labels,
-        own=not (run.data.mixture or run.data.held_out_path),
+        same_data=not (run.data.mixture or run.data.held_out_path),
     )
     require_possible_size(run.system, system)
     build_quality(run, system, source, held_out)  # raises ConfigError if its metrics cannot be measured

@@ -20,7 +20,7 @@ from dstrain.data.decode.clips import VIDEOS, Cut
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats.base import Layout, Request, peek_files
+from dstrain.data.formats.base import Layout, Request, peek_files_below
 from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_source
 from dstrain.data.index.build import find_index_cache_folder, open_index, run_on_rank_0
@@ -88,7 +88,7 @@ class DataKind(ABC):
         request = make_request(data, captions=captions)
         if data.num_frames is not None:
             request = make_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
-        path, _ = find_split_paths(data.path, data.held_out, data.held_out_path, whole=True)
+        path, _ = find_split_paths(data.path, data.held_out, data.held_out_path, as_one_set=True)
         return open_index(path, request, data.index or find_index_cache_folder())
 
     def find_original_path(self) -> str:
@@ -496,5 +496,5 @@ def _has_videos(path: str) -> bool:
     """Returns whether some of a folder's first files have suffixes of videos, and none has one of images."""
     if not os.path.isdir(path):
         return False
-    suffixes = {os.path.splitext(name)[1].lower() for name in peek_files(LocalFiles(path))}
+    suffixes = {os.path.splitext(name)[1].lower() for name in peek_files_below(LocalFiles(path))}
     return suffixes.isdisjoint(SUFFIXES) and not suffixes.isdisjoint((*VIDEOS, ".gif"))

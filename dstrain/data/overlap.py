@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dstrain.data.files.local import LocalFiles, extract_pattern_folder
 from dstrain.data.files.remote import is_remote_address, open_files
-from dstrain.data.formats.imagenet import find_split_paths, open_layout_with_splits
+from dstrain.data.formats.imagenet import find_split_paths, open_hugging_face_layout
 from dstrain.recipe import Cache, Data
 
 
@@ -60,11 +60,11 @@ def _list_paths_of_files_read(path: str, cache: Cache) -> set[str]:
     if not os.path.exists(path) and extract_pattern_folder(path) is None:
         return _resolve_pattern_paths(path)
     files = open_files(path, cache)
-    tables = open_layout_with_splits(path, files)
+    tables = open_hugging_face_layout(path, files)
     return (
         _resolve_pattern_paths(path)
         if tables is None
-        else {os.path.realpath(files.fetch_local_path(part)) for part in tables.list_pieces()}
+        else {os.path.realpath(files.fetch_local_path(part)) for part in tables.list_partitions()}
     )
 
 

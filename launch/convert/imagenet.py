@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dstrain.data.formats.labels import SYNSET
-from dstrain.data.formats.unconverted import VALIDATION_IMAGE, find_validation_labels_file
+from dstrain.data.formats.unconverted import VALIDATION_IMAGE, find_imagenet_validation_labels
 from dstrain.disk import atomic, small
 from dstrain.recipe import ConfigError, explain_write_errors, require_replaceable_file
 
@@ -26,7 +26,7 @@ def write_table(path: Path, out: Path) -> int:
 
     Raises ConfigError if the folder holds other images, or no file with the labels is beside or above it.
     """
-    labels_file = find_validation_labels_file(str(path))
+    labels_file = find_imagenet_validation_labels(str(path))
     if labels_file is None:
         raise ConfigError(
             f"{path}: name the folder with ILSVRC2012_val_00000001.JPEG, and put its labels beside or above it: "

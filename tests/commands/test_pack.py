@@ -249,7 +249,7 @@ def test_what_is_refused(tmp_path):
     (out / "pack.json").write_bytes(listing)
     layout = recognise_layout(str(out), LocalFiles(out), Request((".mp4",), "clips"))
     with pytest.raises(ConfigError, match="holds images, not clips: leave data.num_frames out"):
-        layout.list_pieces()
+        layout.list_partitions()
 
 
 @pytest.mark.parametrize("kind", ["shards", "tar"])

@@ -14,7 +14,7 @@ from dstrain.commands.pack import pack_data
 from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
-from dstrain.data.formats.clips import read_captions
+from dstrain.data.formats.clips import read_captions_file
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.disk.texts import decode_text, list_captions, parse_label, parse_sidecar, split_lines
@@ -150,7 +150,7 @@ def test_lines_of_a_text(tmp_path):
         ("a.csv", '\ufefffile,caption\na.mp4,"one\u2028two"\n'),
     ):
         (tmp_path / name).write_text(text, encoding="utf-8")
-        assert read_captions(tmp_path / name) == {"a.mp4": "one\u2028two"}
+        assert read_captions_file(tmp_path / name) == {"a.mp4": "one\u2028two"}
 
 
 @pytest.mark.parametrize(

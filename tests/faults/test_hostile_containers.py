@@ -349,7 +349,7 @@ def all_of(path: Path) -> object:
         return sum(len(content) for _, content, _ in read_lsun(path.parent, ClassList())["train"].samples)
     layout = recognise_layout(str(path.parent), LocalFiles(path.parent), Request(SUFFIXES))
     return sum(
-        len(layout.read(sample.place)) for part in layout.list_pieces() for sample in layout.iterate_samples(part)
+        len(layout.read(sample.place)) for part in layout.list_partitions() for sample in layout.iterate_samples(part)
     )
 
 

@@ -35,7 +35,7 @@ from dstrain.data.cached.latents import Latents
 from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
-from dstrain.data.formats.clips import read_captions
+from dstrain.data.formats.clips import read_captions_file
 from dstrain.data.source import BadSample
 from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.data.sources.images import open_images
@@ -334,7 +334,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
         for name, content in LINES.items()
     }
     table |= {
-        f"captions: {name}{suffix}": (f"c{suffix}", content, read_captions)
+        f"captions: {name}{suffix}": (f"c{suffix}", content, read_captions_file)
         for name, content in LINES.items()
         for suffix in (".txt", ".csv", ".jsonl")
     }
@@ -359,7 +359,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
             f"{kind} as a pickle": ("w/a.pt", make, weights.read_state_dict),
             f"{kind} as prompts": ("p.txt", make, lambda path: arguments.read_nonempty_lines(str(path))),
             f"{kind} as a list": ("t/l.csv", make, first_listed),
-            f"{kind} as captions": ("c.csv", make, read_captions),
+            f"{kind} as captions": ("c.csv", make, read_captions_file),
             f"{kind} as run.yaml": ("r/run.yaml", make, lambda path: trained.read_recipe(path.parent)),
             f"{kind} as saved": ("r/saved", make, lambda path: folders.read_last_saved_step(path.parent)),
             f"{kind} as settings": ("r/ds_config.json", make, lambda path: folders.read_earlier_settings(path.parent)),

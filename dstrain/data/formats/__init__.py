@@ -9,7 +9,7 @@ from dstrain.data.files.remote import SCHEMES, is_remote_address, open_files
 from dstrain.data.files.tables import TABLES
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.clips import Clips
-from dstrain.data.formats.competing import find_data_forms, refuse_several_forms
+from dstrain.data.formats.competing import find_data_formats, refuse_mixed_data_formats
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.hugging_face import HUB, ArrowTables, HubTables, ParquetTables
 from dstrain.data.formats.lists import Metadata, PathList, TableList, WebVid
@@ -50,14 +50,14 @@ def is_address_or_pattern(path: str) -> bool:
     )
 
 
-def explain_unsupported_address(key: str, path: str) -> str | None:
+def explain_unsupported_address(recipe_key: str, path: str) -> str | None:
     """Returns the error message for an address of an unsupported kind, such as ftp://HOST/DATA; None for any other
     path.
 
-    key: the recipe key that holds the path, for the message.
+    recipe_key: the key that holds the path, for the message.
     """
     return (
-        f"{key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
+        f"{recipe_key}={path}: an address begins with {'://, '.join(SCHEMES)}://: put the data there, or on a disk"
         if re.match(r"\w+://", path) and not is_address_or_pattern(path)
         else None
     )
@@ -85,8 +85,8 @@ def recognise_layout(path: str, files: Files, request: Request) -> Layout:
     Raises ConfigError if no class recognises the data, if a folder holds several forms of data, if `dstrain convert`
     must convert the data first, or if data.columns has keys that the reader does not use.
     """
-    forms = find_data_forms(files, request)
-    refuse_several_forms(path, files, request, forms)
+    forms = find_data_formats(files, request)
+    refuse_mixed_data_formats(path, files, request, forms)
     refuse_unconverted_data(path, files, request, forms)
     for layout in LAYOUTS:
         if layout.recognises(path, files, request):

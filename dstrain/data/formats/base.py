@@ -1,7 +1,7 @@
 """The interface of a layout: one form in which people keep data, such as class folders, tar shards or a parquet list.
 
 A layout lists its samples once, on one rank, for the index (data/index/). Every worker then reads samples by
-their places. A layout is pickled to the workers, so it keeps the names of its pieces and never a list of samples.
+their places. A layout is pickled to the workers, so it keeps the names of its partitions and never a list of samples.
 """
 
 import os
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     """Says where the bytes of a sample are. Each layout defines what `file`, `offset` and `size` mean for it."""
 
     name: str  # of the sample; of a file below the root: its relative path
-    file: int = 0  # number of the file that holds it, mostly a place in `list_pieces()`
+    file: int = 0  # number of the file that holds it, mostly a place in `list_partitions()`
     offset: int = 0  # a byte, or a row
     size: int = -1  # bytes there; -1: not known
 
@@ -96,15 +96,15 @@ class Layout(ABC):
         """
 
     @abstractmethod
-    def list_pieces(self) -> list[str]:
-        """Returns the names of the pieces of which the data consist, such as class folders or shards. Samples are
-        listed piece by piece; after an interruption, listing goes on with the first piece that was not finished.
+    def list_partitions(self) -> list[str]:
+        """Returns the names of the partitions of which the data consist, such as class folders or shards. Samples are
+        listed by partitions; after an interruption, listing goes on with the first partition that was not finished.
         """
 
     @abstractmethod
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        """Yields the samples of one piece, a name from `list_pieces`. Their order is always the same while the data do
-        not change.
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
+        """Yields the samples of one partition, a name from `list_partitions`. Their order is always the same while the
+        data do not change.
         """
 
     @abstractmethod
@@ -123,23 +123,23 @@ class Layout(ABC):
         """
         return read_class_list(self.request.class_list)
 
-    def resolve_label(self, own: int | str | None, name: str) -> int | str | None:
+    def resolve_label(self, given_class: int | str | None, sample_name: str) -> int | str | None:
         """Returns the label of a sample: the index of its class in data.class_list, or the class itself without such a
-        list. Returns None if data.labels=none, or if data.labels=auto and `own` is None.
+        list. Returns None if data.labels=none, or if data.labels=auto and `given_class` is None.
 
-        own: the class that the data give the sample, such as the name of its folder; None if they give none.
-        name: the sample's name. With data.labels=prefix, its beginning is the class (cat for cat_1.png), and `own` is
-        ignored.
+        given_class: the class that the data give the sample, such as the name of its folder; None if they give none.
+        sample_name: the sample's name. With data.labels=prefix, its beginning is the class (cat for cat_1.png), and
+        `given_class` is ignored.
         Raises ConfigError if the class list lacks the class, or if data.labels=prefix and the name does not begin with
         a class.
         """
-        if self.request.labels == "none" or (own is None and self.request.labels == "auto"):
+        if self.request.labels == "none" or (given_class is None and self.request.labels == "auto"):
             return None
         at = f"{self.request.key}={self.root}"
         return (
-            self.class_list.read_label_from_name(name, at)
+            self.class_list.parse_label_from_name(sample_name, at)
             if self.request.labels == "prefix"
-            else self.class_list.find_number(own, at)
+            else self.class_list.find_class_index(given_class, at)
         )
 
     def find_held_out_path(self) -> str | None:
@@ -147,57 +147,58 @@ class Layout(ABC):
         are none. Returns None by default; layouts with splits override this method.
         """
 
-    def require_one_split(self, column: str, split: Any, at: str) -> None:
+    def require_same_split(self, column: str, split: Any, location: str) -> None:
         """Checks that all rows of a table belong to one split, such as train; called for each row. Keeps the split of
         the first row in `notes`.
 
         column: the name of the column of splits, for the message.
         split: the value of this row in that column.
-        at: names the row in the message.
+        location: names the row in the message.
         Raises ConfigError if the split of this row differs from that of the first row.
         """
         first = self.notes.setdefault("split", str(split))
         if parse_split_value(split) != parse_split_value(first):
             raise ConfigError(
-                f"{at} is of the split {split}, and rows before it of {first}, and all would be learned from: write a "
-                f"table of each, or give the column `{column}` another name"
+                f"{location} is of the split {split}, and rows before it of {first}, and all would be learned from: "
+                f"write a table of each, or give the column `{column}` another name"
             )
 
-    def record_fold_column(self, columns: Sequence[str], used: Sequence[str]) -> None:
+    def record_fold_column(self, columns: Sequence[str], used_columns: Sequence[str]) -> None:
         """Records in `notes` which column of a table numbers the folds of a cross-validation, such as "fold".
-        `compose_advice` then tells the user that the rows of all folds are read.
+        `compose_data_advice` then tells the user that the rows of all folds are read.
 
-        columns: all columns of the table. used: the columns that are read for something else, which are not recorded.
+        columns: all columns of the table. used_columns: the columns that are read for something else, which are not
+        recorded.
         """
         for column in match_column_names(FOLD_COLUMNS, columns)[:1]:
-            if column not in used:
+            if column not in used_columns:
                 self.notes["folds"] = column
 
     def record_left_out(self, reason: str, count: int = 1) -> None:
         """Adds `count` to the number of files or samples that are left out for `reason`. This number is kept in
         `notes`.
 
-        reason: a suffix such as ".tif", or words for the message of `compose_advice`, such as "without a caption".
+        reason: a suffix such as ".tif", or words for the message of `compose_data_advice`, such as "without a caption".
         """
         counts = self.notes.setdefault("left_out", {})
         counts[reason] = counts.get(reason, 0) + count
 
-    def record_unread_files(self, counts: Mapping[str, int]) -> None:
+    def record_unread_files(self, counts_by_suffix: Mapping[str, int]) -> None:
         """Counts files as left out if they may hold samples in a format that is not read, judged by their suffix, such
         as .tif.
 
-        counts: the number of files by suffix. Two of its keys are no suffixes, and are always counted: "" for files
-        without a suffix, and the constant BEHIND for names that go on after a suffix, such as x.jpg.1.
+        counts_by_suffix: the number of files by suffix. Two of its keys are no suffixes, and are always counted: "" for
+        files without a suffix, and the constant BEHIND for names that go on after a suffix, such as x.jpg.1.
         """
-        for suffix in sorted(counts):
+        for suffix in sorted(counts_by_suffix):
             if (
                 suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS + _LISTS
                 and suffix not in self.request.suffixes
             ):
-                self.record_left_out(suffix, counts[suffix])
+                self.record_left_out(suffix, counts_by_suffix[suffix])
         for key, reason in ((BEHIND, BEHIND), ("", "files without a suffix")):
-            if counts.get(key):
-                self.record_left_out(reason, counts[key])
+            if counts_by_suffix.get(key):
+                self.record_left_out(reason, counts_by_suffix[key])
 
     def record_unread_files_beside_shards(self) -> None:
         """Counts as left out the files of the data that lie beside or below the shards (tars, tables) and may hold
@@ -205,7 +206,7 @@ class Layout(ABC):
 
         Looks at only a part of a large folder.
         """
-        suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files(self.files))
+        suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files_below(self.files))
         self.record_unread_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
 
     @property
@@ -215,7 +216,7 @@ class Layout(ABC):
         """
         return self.notes.get("left_out", {})
 
-    def compose_advice(self) -> str:
+    def compose_data_advice(self) -> str:
         """Returns what to tell the user about the data when a command starts, with a remedy: what is left out, or why
         reading is slow. Returns "" if there is nothing to tell.
         """
@@ -230,7 +231,7 @@ class Layout(ABC):
         """
         self.files.prefetch(self.read, places)
 
-    def iterate_files(self) -> Iterator[str]:
+    def iterate_file_names(self) -> Iterator[str]:
         """Yields the names of all files in the data, of any type. If no sample is found, an error message names some of
         these. Yields none here; layouts override it.
         """
@@ -238,9 +239,9 @@ class Layout(ABC):
 
     def list_watched_files(self) -> list[str]:
         """Returns the names of the files and folders to watch for changes. If the size or the modification time of one
-        of them changes, the data are listed anew. By default, these are the names from `list_pieces`.
+        of them changes, the data are listed anew. By default, these are the names from `list_partitions`.
         """
-        return self.list_pieces()
+        return self.list_partitions()
 
     def require_consistent_listing(self) -> None:
         """Raises ConfigError for faults that show only after all samples were listed, such as captions of clips that do
@@ -248,7 +249,7 @@ class Layout(ABC):
         """
 
 
-def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
+def peek_folder(files: Files, folder: str = "") -> list[tuple[str, bool]]:
     """Returns what a folder holds, as a sorted list of (name, whether it is a folder), without hidden names.
 
     If the data are a folder on a disk, looks at no more than 4096 entries of `folder`, and returns [] if it cannot be
@@ -265,18 +266,18 @@ def peek_names(files: Files, folder: str = "") -> list[tuple[str, bool]]:
         return []
 
 
-def peek_files(files: Files, folder: str = "", above: tuple[str, ...] = ()) -> Iterator[str]:
+def peek_files_below(files: Files, folder: str = "", ancestors: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the paths of some files in `folder` and its subfolders, relative to the root of `files`. Goes three levels
     deep, into at most 8 subfolders of each folder, and looks at no more than 4096 entries of a folder on a disk.
 
-    above: for the recursion, the real paths of the folders above `folder`. Links back to those are not followed.
+    ancestors: for the recursion, the real paths of the folders above `folder`. Links back to those are not followed.
     """
-    above += (os.path.realpath(os.path.join(files.root, folder)),)
-    start, names = f"{folder}/" if folder else "", peek_names(files, folder)
+    ancestors += (os.path.realpath(os.path.join(files.root, folder)),)
+    start, names = f"{folder}/" if folder else "", peek_folder(files, folder)
     yield from (start + name for name, inner in names if not inner)
-    for name in [name for name, inner in names if inner][: _TRIED if len(above) <= _DEEP else 0]:
-        if os.path.realpath(os.path.join(files.root, start + name)) not in above:
-            yield from peek_files(files, start + name, above)
+    for name in [name for name, inner in names if inner][: _TRIED if len(ancestors) <= _DEEP else 0]:
+        if os.path.realpath(os.path.join(files.root, start + name)) not in ancestors:
+            yield from peek_files_below(files, start + name, ancestors)
 
 
 def _describe_left_out(counts: Mapping[str, int]) -> str:

@@ -35,18 +35,18 @@ class Clips(Folders):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return request.noun == "clips" and super().recognises(root, files, request)
 
-    def list_pieces(self) -> list[str]:
-        pieces = super().list_pieces()
+    def list_partitions(self) -> list[str]:
+        partitions = super().list_partitions()
         file = self.request.captions_file
-        self._captions = None if file is None else read_captions(Path(file))
-        return pieces
+        self._captions = None if file is None else read_captions_file(Path(file))
+        return partitions
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        samples = list(super().iterate_samples(piece))
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
+        samples = list(super().iterate_samples(partition))
         names = [sample.place.name for sample in samples]
         _require_distinct_stems(self.root, names)
         if self._captions is None:
-            self._record_captions_beside(names)
+            self._record_caption_files_presence(names)
             yield from samples
             return
         if missing := [name for name in names if name not in self._captions]:
@@ -58,16 +58,15 @@ class Clips(Folders):
         for sample in samples:
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
 
-    def _record_captions_beside(self, names: list[str]) -> None:
-        """Sets notes["beside"] to whether the clips `names`, those of one folder, have their captions in .txt files
-        beside them.
+    def _record_caption_files_presence(self, clip_names: list[str]) -> None:
+        """Sets notes["beside"] to whether the clips of one folder have their captions in .txt files beside them.
 
         Raises ConfigError if only some of the clips have such a file, or if clips of an earlier folder differ in this.
         """
-        beside, first = _have_caption_files(self.root, names), self.notes.setdefault("first", names[0])
+        beside, first = _have_caption_files(self.root, clip_names), self.notes.setdefault("first", clip_names[0])
         if self.notes.setdefault("beside", beside) != beside:
             raise ConfigError(
-                f"{self.root}: no .txt with a caption beside {first if beside else names[0]}, and others "
+                f"{self.root}: no .txt with a caption beside {first if beside else clip_names[0]}, and others "
                 "have theirs: write it, or remove the clip; clips have captions all or none"
             )
 
@@ -96,7 +95,7 @@ def _require_distinct_stems(root: str, names: list[str]) -> None:
             raise ConfigError(f"{root}: {other} and {name} have one name: remove or rename the other")
 
 
-def _have_caption_files(root: str, names: list[str]) -> bool:
+def _have_caption_files(root: str, clip_names: list[str]) -> bool:
     """Returns True if every clip, such as X.mp4, has a text file X.txt beside it; False if none has.
 
     Raises ConfigError if only some have one, or if a text file's name is spelled differently from its clip's, such as
@@ -104,7 +103,7 @@ def _have_caption_files(root: str, names: list[str]) -> bool:
     """
     texts_in: dict[str, dict[str, str]] = {}  # by one look at each folder, not one at each file
     without = []
-    for name in names:
+    for name in clip_names:
         folder, stem = os.path.split(os.path.splitext(name)[0])
         if folder not in texts_in:
             texts = [name for name in os.listdir(os.path.join(root, folder)) if name.lower().endswith(".txt")]
@@ -115,15 +114,15 @@ def _have_caption_files(root: str, names: list[str]) -> bool:
             without.append(name)
         elif found != text:
             raise ConfigError(f"{root}: the text beside {name} is called {found!a}: rename it {text!a}")
-    if without and len(without) < len(names):
+    if without and len(without) < len(clip_names):
         raise ConfigError(
-            f"{root}: no .txt with a caption beside {join_first(without, 1)}, of {len(names)} clips: write it, "
+            f"{root}: no .txt with a caption beside {join_first(without, 1)}, of {len(clip_names)} clips: write it, "
             "or remove the clip; clips have captions all or none"
         )
     return not without
 
 
-def read_captions(file: Path) -> dict[str, str]:
+def read_captions_file(file: Path) -> dict[str, str]:
     """Returns {file name: caption} from a captions file, which has lines NAME<TAB>CAPTION or is a .csv or .jsonl table.
 
     Raises ConfigError if `file` cannot be read, or if a line lacks the name or the caption, or repeats a name.

@@ -56,7 +56,7 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
             f"{where} has {found} among {', '.join(schema.names)}: name one, data.columns={{image: NAME}}"
         )
     label = _choose_label_column(schema, chosen, request, where)
-    names = _read_features(schema).get(label, {}).get("names") if label else None
+    names = _read_hugging_face_features(schema).get(label, {}).get("names") if label else None
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
     captions = tuple(chosen.get("caption", ()))
     if not captions:
@@ -65,7 +65,7 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
         ]
         captions = tuple(texts[:1])
     captions = captions if request.captions else ()
-    kinds = ["images", *(_classify_type(schema.field(name).type) for name in (label, *captions) if name)]
+    kinds = ["images", *(_describe_column_type(schema.field(name).type) for name in (label, *captions) if name)]
     return Columns(images[0], label, captions, classes, tuple(kinds))
 
 
@@ -82,32 +82,36 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
         return [name for name in ([chosen] if isinstance(chosen, str) else chosen) if name in schema.names]
     fitting = [field.name for field in schema if can_hold_bytes(field.type)]
     of_clips = request.noun == "clips"
-    if marked := [name for name in _find_columns_of_type(schema, "Video" if of_clips else "Image") if name in fitting]:
+    if marked := [
+        name for name in _find_columns_by_feature_type(schema, "Video" if of_clips else "Image") if name in fitting
+    ]:
         return marked
     named = match_column_names((*_CLIPS * of_clips, *_IMAGES), fitting)
     return named[:1] or [name for name in fitting if pa.types.is_struct(schema.field(name).type)]
 
 
-def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], request: Request, where: str) -> str | None:
+def _choose_label_column(
+    schema: pa.Schema, named_columns: dict[str, list[str]], request: Request, where: str
+) -> str | None:
     """Returns the name of the column of labels.
 
     Returns None if there is no such column, if data.labels=none, or if the column holds lists or structs, such as
     boxes, and data.columns does not name it.
-    chosen: data.columns, each value as a list.
+    named_columns: data.columns, each value as a list.
     Raises ConfigError if the column holds anything else than integers, booleans or texts.
     """
     if request.labels == "none":
         return None
-    marked = _find_columns_of_type(schema, "ClassLabel")
+    marked = _find_columns_by_feature_type(schema, "ClassLabel")
     found = [
-        *chosen.get("label", ()),
+        *named_columns.get("label", ()),
         *match_column_names(_LABELS, schema.names),
         *(marked if len(marked) == 1 else ()),
     ]
     label = found[0] if found else None
     if label is None or _can_hold_labels(schema.field(label).type):
         return label
-    if "label" not in chosen and pa.types.is_nested(schema.field(label).type):
+    if "label" not in named_columns and pa.types.is_nested(schema.field(label).type):
         return None  # These are boxes, say, and not classes.
     raise ConfigError(
         f"{where}: the column {label} holds {schema.field(label).type}, and labels are whole "
@@ -115,44 +119,42 @@ def _choose_label_column(schema: pa.Schema, chosen: dict[str, list[str]], reques
     )
 
 
-def _can_hold_labels(kind: pa.DataType) -> bool:
+def _can_hold_labels(arrow_type: pa.DataType) -> bool:
     """Returns whether a column of this Arrow type can hold labels: integers, booleans or texts, also as categories."""
-    if pa.types.is_dictionary(kind):  # Categories of pandas come so.
-        kind = kind.value_type
-    return pa.types.is_integer(kind) or pa.types.is_boolean(kind) or _is_string_type(kind)
+    if pa.types.is_dictionary(arrow_type):  # Categories of pandas come so.
+        arrow_type = arrow_type.value_type
+    return pa.types.is_integer(arrow_type) or pa.types.is_boolean(arrow_type) or _is_string_type(arrow_type)
 
 
-def _classify_type(kind: pa.DataType) -> str:
+def _describe_column_type(arrow_type: pa.DataType) -> str:
     """Returns "texts", "numbers" or "lists": what a column of labels or captions holds, judged by its Arrow type. Types
     that differ only in width, such as int32 and int64, give the same word.
     """
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
-    if _is_string_type(kind):
+    if pa.types.is_dictionary(arrow_type):
+        arrow_type = arrow_type.value_type
+    if _is_string_type(arrow_type):
         return "texts"
-    return "numbers" if pa.types.is_integer(kind) or pa.types.is_boolean(kind) else "lists"
+    return "numbers" if pa.types.is_integer(arrow_type) or pa.types.is_boolean(arrow_type) else "lists"
 
 
-def _can_hold_captions(kind: pa.DataType) -> bool:
+def _can_hold_captions(arrow_type: pa.DataType) -> bool:
     """Returns whether a column of this Arrow type can hold captions: texts, or lists of texts."""
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        kind = kind.value_type
-    return _is_string_type(kind)
+    if pa.types.is_list(arrow_type) or pa.types.is_large_list(arrow_type):
+        arrow_type = arrow_type.value_type
+    return _is_string_type(arrow_type)
 
 
-def _is_string_type(kind: pa.DataType) -> bool:
-    return pa.types.is_string(kind) or pa.types.is_large_string(kind)
+def _is_string_type(arrow_type: pa.DataType) -> bool:
+    return pa.types.is_string(arrow_type) or pa.types.is_large_string(arrow_type)
 
 
-def _find_columns_of_type(schema: pa.Schema, kind: str) -> list[str]:
-    """Returns the columns that Hugging Face's `datasets` has marked with a type such as "ClassLabel" (`kind`); [] if
-    none.
-    """
-    features = _read_features(schema)
-    return [name for name in features if features[name].get("_type") == kind and name in schema.names]
+def _find_columns_by_feature_type(schema: pa.Schema, feature_type: str) -> list[str]:
+    """Returns the columns that Hugging Face's `datasets` has marked with a type such as "ClassLabel"; [] if none."""
+    features = _read_hugging_face_features(schema)
+    return [name for name in features if features[name].get("_type") == feature_type and name in schema.names]
 
 
-def _read_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
+def _read_hugging_face_features(schema: pa.Schema) -> dict[str, dict[str, Any]]:
     """Returns what Hugging Face's `datasets` has written about each column into the schema's metadata: {"label":
     {"_type": "ClassLabel", "names": [...]}}. Returns {} if the metadata have no such entry, or cannot be parsed.
     """

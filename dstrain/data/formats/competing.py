@@ -14,27 +14,27 @@ from contextlib import suppress
 from dstrain.data.files.listing import join_first
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import open_table
-from dstrain.data.formats.base import Request, file_exists, peek_files, peek_names
+from dstrain.data.formats.base import Request, file_exists, peek_files_below, peek_folder
 from dstrain.data.formats.packed import INDEX
 from dstrain.data.formats.unconverted import CIFAR, IDX, LMDB_DATA
 from dstrain.recipe import ConfigError
 
 _TABLES = "parquet files"
 _TRIED = 8  # so many tables are opened: a table that only lists files is no form of its own
-Form = tuple[str, str]  # (what it is called, its folder or file below the root); "": no path names it alone
+DataFormat = tuple[str, str]  # (what it is called, its folder or file below the root); "": no path names it alone
 
 
-def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[Form, list[str]]) -> None:
+def refuse_mixed_data_formats(root: str, files: Files, request: Request, formats: dict[DataFormat, list[str]]) -> None:
     """Raises ConfigError if a folder holds several forms of data, such as tars beside class folders. The message lists
     the forms. Does nothing if the data are a single file or a pattern of names.
 
-    forms: the result of `find_data_forms`.
+    formats: the result of `find_data_formats`.
     """
     if files.pattern or not (files.far or os.path.isdir(root)):
         return
-    if len(forms) > 1:
+    if len(formats) > 1:
         texts = []
-        for (noun, place), names in forms.items():
+        for (noun, place), names in formats.items():
             path = shlex.quote(f"{root.rstrip('/')}/{place}")
             texts.append(f"{noun} ({join_first(names, 2)}{f': {request.key}={path}' if place else ''})")
         raise ConfigError(
@@ -43,7 +43,7 @@ def refuse_several_forms(root: str, files: Files, request: Request, forms: dict[
         )
 
 
-def find_data_forms(files: Files, request: Request) -> dict[Form, list[str]]:
+def find_data_formats(files: Files, request: Request) -> dict[DataFormat, list[str]]:
     """Returns the forms of data in a folder, with the names of some files of each: {(form, path): [file, ...]}, such as
     {("a zip file", "x.zip"): ["x.zip"]}.
 
@@ -52,15 +52,15 @@ def find_data_forms(files: Files, request: Request) -> dict[Form, list[str]]:
     All folders of images count as one form; so do all parquet files, and all Arrow files. Parquet tables that hold no
     images, only file names, are left out if there is another form.
     """
-    names = list(peek_files(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_names(files)]
-    forms: dict[Form, list[str]] = {}
+    names = list(peek_files_below(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_folder(files)]
+    forms: dict[DataFormat, list[str]] = {}
     for name in names:
-        if form := _recognise_form(name, files, request):
+        if form := _recognise_data_format(name, files, request):
             forms.setdefault(form, []).append(name)
     tables = [name for form in forms if form[0] == _TABLES for name in forms[form]]
     if len(forms) > 1 and tables and not any(_table_has_bytes_column(files, name) for name in tables[:_TRIED]):
         forms = {form: names for form, names in forms.items() if form[0] != _TABLES}
-    merged: dict[Form, list[str]] = {}
+    merged: dict[DataFormat, list[str]] = {}
     for (noun, place), names in forms.items():
         same = [other for other in forms if other[0] == noun]
         several = noun in (request.noun, _TABLES, "Arrow files") and len(same) > 1
@@ -68,7 +68,7 @@ def find_data_forms(files: Files, request: Request) -> dict[Form, list[str]]:
     return merged
 
 
-def _recognise_form(name: str, files: Files, request: Request) -> Form | None:
+def _recognise_data_format(name: str, files: Files, request: Request) -> DataFormat | None:
     """Returns the form of data to which a file belongs, judged by its name. Returns None if it belongs to none, as a
     caption or a list does.
 

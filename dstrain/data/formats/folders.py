@@ -19,11 +19,11 @@ from dstrain.data.files.listing import (
 )
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.labels import LABELS, name_classes_by_number, read_labels
-from dstrain.data.formats.lists import refuse_inner_metadata
+from dstrain.data.formats.labels import LABELS, name_classes_by_number, read_dataset_json_labels
+from dstrain.data.formats.lists import refuse_metadata_in_subfolders
 from dstrain.data.formats.no_samples import make_no_samples_error
 from dstrain.data.formats.splits import refuse_split_folders
-from dstrain.data.formats.unconverted import describe_conversion
+from dstrain.data.formats.unconverted import describe_conversion_command
 from dstrain.recipe import ConfigError
 
 
@@ -34,14 +34,14 @@ class Folders(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self._deeper: list[str] = []  # folders that were listed below the pieces
+        self._deeper: list[str] = []  # folders that were listed below the partitions
         self._by_name: dict[str, int] | None = None  # of a dataset.json
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return isinstance(files, LocalFiles) and os.path.isdir(root)
 
-    def list_pieces(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         """Returns the names of the class folders. Returns [""], the root itself, if there are no class folders, or if
         labels come from a dataset.json, from file names (data.labels=prefix), or not at all (data.labels=none).
 
@@ -55,7 +55,7 @@ class Folders(Layout):
         root, request = Path(self.root), self.request
         with convert_oserror_to_config_error(root, request.key):
             if request.labels == "auto":
-                self._load_labels()
+                self._load_dataset_json_labels()
                 if self._by_name is None:
                     return self._choose_class_folders(root, request)
                 if not self._by_name:
@@ -69,7 +69,7 @@ class Folders(Layout):
 
     def _choose_class_folders(self, root: Path, request: Request) -> list[str]:
         """Returns the class folders in `root`; [""] if all samples lie in `root` itself. Sets `classes`. Raises
-        ConfigError for the faults that `list_pieces` names.
+        ConfigError for the faults that `list_partitions` names.
         """
         classes = list_class_folders(root)
         refuse_split_folders(root, request.key)
@@ -82,7 +82,7 @@ class Folders(Layout):
         if all(Path(name).stem == "grid" for name in flat) and (full == [SAMPLES] or (arrays and not full)):
             remedy = f"{SAMPLES}: write {request.key}={root / SAMPLES}" if full else arrays[0]
             if not full:
-                remedy += f": {describe_conversion('npz', str(root / arrays[0]), request.key)}"
+                remedy += f": {describe_conversion_command('npz', str(root / arrays[0]), request.key)}"
             raise ConfigError(
                 f"{request.key}={root}: `dstrain generate` wrote this folder, and its samples are in {remedy}"
             )
@@ -111,11 +111,11 @@ class Folders(Layout):
         self.classes = names.classes or tuple(full)
         return full
 
-    def _load_labels(self) -> None:
+    def _load_dataset_json_labels(self) -> None:
         """Reads the labels from dataset.json. Sets `_by_name` to {file name: label}, or to None if there is no such
         file or it does not tell of labels. If there are labels, also sets `classes`.
         """
-        self._by_name = read_labels(Path(self.root), self.request.key)
+        self._by_name = read_dataset_json_labels(Path(self.root), self.request.key)
         if self._by_name:
             self.classes = self.class_list.classes or name_classes_by_number(self._by_name)
 
@@ -127,27 +127,27 @@ class Folders(Layout):
                 "leave it out, or write data.labels=prefix for files such as cat_1.png"
             )
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
         with convert_oserror_to_config_error(self.root, self.request.key):
-            names = self._list_files_below(piece)
-        self._require_labels(names)
+            names = self._list_files_below(partition)
+        self._require_label_for_each(names)
         if self._by_name is None:
-            yield from (Sample(Place(name), self.resolve_label(piece or None, name)) for name in names)
+            yield from (Sample(Place(name), self.resolve_label(partition or None, name)) for name in names)
         else:
             yield from (Sample(Place(name), self.resolve_label(self._by_name.get(name), name)) for name in names)
 
-    def _require_labels(self, names: list[str]) -> None:
-        """Raises ConfigError if a dataset.json gives labels, but none to one of the files `names`. Counts as left out
-        the files that dataset.json names and that do not exist.
+    def _require_label_for_each(self, file_names: list[str]) -> None:
+        """Raises ConfigError if a dataset.json gives labels, but none to one of the files. Counts as left out the files
+        that dataset.json names and that do not exist.
         """
         by_name = self._by_name or {}
-        if missing := [name for name in names if by_name and name not in by_name]:
+        if missing := [name for name in file_names if by_name and name not in by_name]:
             raise ConfigError(
                 f"{self.request.key}={self.root}: {LABELS} has no label of {join_first(missing, 1)}, of "
-                f"{len(names)} {self.request.noun}: make it anew, or take it away, and folders are the "
+                f"{len(file_names)} {self.request.noun}: make it anew, or take it away, and folders are the "
                 "classes"
             )
-        if absent := len(by_name) - len(names) if by_name else 0:
+        if absent := len(by_name) - len(file_names) if by_name else 0:
             self.record_left_out(f"that {LABELS} names and that are not there", absent)
 
     def _list_files_below(self, folder: str, *more_suffixes: str) -> list[str]:
@@ -159,10 +159,10 @@ class Folders(Layout):
         root, suffixes, others, tables = Path(self.root), self.request.suffixes + more_suffixes, Counter(), []
         names = sorted(walk_files(root, folder, suffixes, self._deeper, others, metadata_files=tables))
         self.record_unread_files(others)
-        refuse_inner_metadata(self.root, self.files, self.request, tables)
+        refuse_metadata_in_subfolders(self.root, self.files, self.request, tables)
         return names
 
-    def iterate_files(self) -> Iterator[str]:
+    def iterate_file_names(self) -> Iterator[str]:
         return walk_files(Path(self.root), "", ("",))
 
     def read(self, place: Place) -> Path:

@@ -23,8 +23,8 @@ from typing import Any
 from dstrain.data.files.listing import convert_oserror_to_config_error, join_first, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import match_column_names
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
-from dstrain.data.formats.shards import check_missing_shards
+from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files_below
+from dstrain.data.formats.shards import refuse_or_record_missing_shards
 from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, find_split_in_path
 from dstrain.disk.small import parse_json
 from dstrain.disk.texts import list_captions
@@ -49,37 +49,37 @@ class Tables(Layout):
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns the state that is pickled to the workers, without what only listing needs."""
-        return {name: value for name, value in self.__dict__.items() if name != "_splits"}
+        return {name: value for name, value in self.__dict__.items() if name != "_files_by_split"}
 
     @cached_property
     def columns(self) -> Any:
         """Returns the columns to read, chosen by the first file. Every other file must have the same ones."""
-        return self._choose_columns(self._list_chosen_files()[0])
+        return self._choose_columns(self._list_chosen_split_files()[0])
 
-    def list_pieces(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         self.classes = self.class_list.classes or self.columns.classes
-        return self._list_chosen_files()
+        return self._list_chosen_split_files()
 
     def list_watched_files(self) -> list[str]:
-        pieces = self.list_pieces()
-        return [*sorted({"", *(piece.rpartition("/")[0] for piece in pieces)}), *pieces]
+        partitions = self.list_partitions()
+        return [*sorted({"", *(partition.rpartition("/")[0] for partition in partitions)}), *partitions]
 
     def find_held_out_path(self) -> str | None:
-        splits = self._splits
+        splits = self._files_by_split
         name = next((name for name in _UNSEEN if name in splits), None) if "train" in splits else None
         return None if name is None else self._make_split_path(name, splits[name])
 
-    def compose_advice(self) -> str:
-        chosen, remarks = self._list_chosen_files(), [super().compose_advice()]
-        if others := [f"{name} {len(files)}" for name, files in self._splits.items() if files != chosen]:
+    def compose_data_advice(self) -> str:
+        chosen, remarks = self._list_chosen_split_files(), [super().compose_data_advice()]
+        if others := [f"{name} {len(files)}" for name, files in self._files_by_split.items() if files != chosen]:
             remarks.append(f"files of other splits are not among them, {', '.join(others)}")
         return "; ".join(filter(None, remarks))
 
-    def _list_chosen_files(self) -> list[str]:
+    def _list_chosen_split_files(self) -> list[str]:
         """Returns the files that are read: those of the split train, or of the only split. Raises ConfigError if there
         are several splits and none is called train.
         """
-        splits = self._splits
+        splits = self._files_by_split
         chosen = splits.get("train") or (next(iter(splits.values())) if len(splits) == 1 else None)
         if chosen is None:
             raise ConfigError(
@@ -89,7 +89,7 @@ class Tables(Layout):
         return chosen
 
     @cached_property
-    def _splits(self) -> dict[str, list[str]]:
+    def _files_by_split(self) -> dict[str, list[str]]:
         """Returns the files of each split: {"train": [...], "test": [...]}. All files stand under "" if data.path is a
         pattern of file names, or if no file's path names a split.
 
@@ -97,10 +97,10 @@ class Tables(Layout):
         """
         splits: dict[str, list[str]] = {}
         with convert_oserror_to_config_error(self.root, self.request.key):
-            for name in iterate_files_by_suffix(self.files, self.suffix):
+            for name in iterate_file_names_by_suffix(self.files, self.suffix):
                 splits.setdefault("" if self.files.pattern else find_split_in_path(name), []).append(name)
         if len(splits) > 1 and "" in splits:
-            unnamed = [name for name in splits.pop("") if self._has_images(name)]
+            unnamed = [name for name in splits.pop("") if self._has_image_column(name)]
             if unnamed:
                 named = [name for files in splits.values() for name in files]
                 pattern = os.path.join(self.root, os.path.dirname(unnamed[0]), f"*{self.suffix}")
@@ -111,10 +111,10 @@ class Tables(Layout):
                 )
         return splits
 
-    def _has_images(self, piece: str) -> bool:
+    def _has_image_column(self, name: str) -> bool:
         from dstrain.data.formats.columns import find_image_columns
 
-        return bool(find_image_columns(self._open_piece(piece).schema, self.request))
+        return bool(find_image_columns(self._open_table_file(name).schema, self.request))
 
     def _make_split_path(self, split: str, names: list[str]) -> str:
         """Returns the data.path that selects the files `names` of one split alone: a file, a folder, a pattern such as
@@ -123,21 +123,21 @@ class Tables(Layout):
         folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
         start = f"{folder}/" if folder else ""
         name = f"{common}*{self.suffix}" if len(names) > 1 and common else common
-        others = {other for files in self._splits.values() for other in files} - set(names)
+        others = {other for files in self._files_by_split.values() for other in files} - set(names)
         if any(other.startswith(start + common) for other in others) or (len(names) > 1 and not start + common):
             folder, name = "", f"{{{','.join(names)}}}"
         return "/".join(filter(None, (self.root.rstrip("/"), folder, name)))
 
-    def _open_piece(self, piece: str) -> Any:
+    def _open_table_file(self, name: str) -> Any:
         """Opens a file of the data as an ArrowFile or a ParquetFile."""
         raise NotImplementedError
 
-    def _choose_columns(self, piece: str) -> Any:
+    def _choose_columns(self, name: str) -> Any:
         from dstrain.data.formats.columns import choose_columns
 
-        return choose_columns(self._open_piece(piece).schema, self.request, self._describe_piece(piece))
+        return choose_columns(self._open_table_file(name).schema, self.request, self._describe_file(name))
 
-    def _open_with_label_names(self, piece: str) -> tuple[Any, list[int | str]]:
+    def _open_file_with_classes(self, file_name: str) -> tuple[Any, list[int | str]]:
         """Opens a file of the data. Returns (the file, classes): classes[n] is the class that the number n means in the
         file's column of labels. `classes` is [] if this column is no ClassLabel.
 
@@ -145,87 +145,87 @@ class Tables(Layout):
         For the first file, also counts unread files beside it as left out, and checks for missing shards.
         Raises ConfigError if the file's columns, or the names of its classes, do not fit those of the first file.
         """
-        if piece == self._list_chosen_files()[0]:
+        if file_name == self._list_chosen_split_files()[0]:
             self.record_unread_files_beside_shards()
-            check_missing_shards(self, self._list_chosen_files())
-        first, own = self.columns, self._choose_columns(piece)
+            refuse_or_record_missing_shards(self, self._list_chosen_split_files())
+        first, own = self.columns, self._choose_columns(file_name)
         if own._replace(classes=first.classes) != first:
             raise ConfigError(
-                f"{self._describe_piece(piece)} has {own.describe()}, and {self._list_chosen_files()[0]} "
+                f"{self._describe_file(file_name)} has {own.describe()}, and {self._list_chosen_split_files()[0]} "
                 f"{first.describe()}: write it anew with the same columns, or take it away"
             )
         names, unknown = own.classes, [name for name in own.classes if name not in set(first.classes)]
         if unknown or bool(names) != bool(first.classes) or (names != first.classes and len(set(names)) < len(names)):
             raise ConfigError(
-                f"{self._describe_piece(piece)} names its labels {join_first(names) or 'not at all'}, and "
-                f"{self._list_chosen_files()[0]} {join_first(first.classes) or 'not at all'}, so that its numbers may "
-                "mean others: write it anew with the same ClassLabel, or take it away"
+                f"{self._describe_file(file_name)} names its labels {join_first(names) or 'not at all'}, and "
+                f"{self._list_chosen_split_files()[0]} {join_first(first.classes) or 'not at all'}, so that its "
+                "numbers may mean others: write it anew with the same ClassLabel, or take it away"
             )
         if self.class_list.classes:
-            return self._open_piece(piece), list(names)
-        return self._open_piece(piece), [
+            return self._open_table_file(file_name), list(names)
+        return self._open_table_file(file_name), [
             at if names == first.classes else first.classes.index(name) for at, name in enumerate(names)
         ]
 
-    def _describe_piece(self, piece: str) -> str:
-        return f"{self.request.key}={self.root}: {piece}"
+    def _describe_file(self, name: str) -> str:
+        return f"{self.request.key}={self.root}: {name}"
 
-    def _make_sample(self, place: Place, row: dict[str, Any], names: list[int | str]) -> Sample:
-        """Returns a sample with its label and captions, made from a row of the table. names: see `_read_label`.
+    def _make_sample(self, place: Place, row: dict[str, Any], classes: list[int | str]) -> Sample:
+        """Returns a sample with its label and captions, made from a row of the table. classes: see `_parse_label`.
 
         Raises ConfigError if the label is no class, or if the row belongs to another split than the rows before it.
         """
         columns, captions, at = self.columns, [], f"{self.request.key}={self.root}: {place.name}"
-        label = None if columns.label is None else self._read_label(row[columns.label], names, at)
+        label = None if columns.label is None else self._parse_label(row[columns.label], classes, at)
         if self.request.labels != "auto":
             label = self.resolve_label(label, place.name)
         if self._split is not None:
-            self.require_one_split(self._split, row[self._split], at)
+            self.require_same_split(self._split, row[self._split], at)
         for name in columns.captions:
             captions += list_captions(row[name])
         if columns.captions and not captions:
             captions = [""]  # Without a text, it will be a bad sample.
         return Sample(place, label, tuple(captions))
 
-    def _read_label(self, value: Any, names: list[int | str], at: str) -> int | str:
-        """Returns the class that the value of a cell means. names: the class of each number, as
-        `_open_with_label_names` returns it. at: names the row in messages.
+    def _parse_label(self, cell: Any, classes: list[int | str], location: str) -> int | str:
+        """Returns the class that the value of a cell means. classes: the class of each number, as
+        `_open_file_with_classes` returns it. location: names the row in messages.
 
         Raises ConfigError if the value is no class, such as -1, which often stands for a secret label.
         """
-        label = self.class_list.read_label(value, at) if isinstance(value, str) else None
-        if label is None and isinstance(value, int) and 0 <= value < (len(names) or 1 << 31):
-            label = self.class_list.find_number(names[value] if names else value, at)
+        label = self.class_list.parse_label_value(cell, location) if isinstance(cell, str) else None
+        if label is None and isinstance(cell, int) and 0 <= cell < (len(classes) or 1 << 31):
+            label = self.class_list.find_class_index(classes[cell] if classes else cell, location)
         if label is None:
             raise ConfigError(
-                f"{at} has the {self.columns.label} {value!r}, which is no class (-1: it is kept secret): write "
+                f"{location} has the {self.columns.label} {cell!r}, which is no class (-1: it is kept secret): write "
                 "data.labels=none to leave labels out, or take another split"
             )
         return label
 
-    def _read_image(self, value: Any) -> bytes | Path:
+    def _extract_image_or_path(self, cell: Any) -> bytes | Path:
         """Returns the encoded bytes of the image in a cell. If the cell holds only the path of an image file, returns
         this path.
 
         Raises ConfigError if the cell holds neither, or holds a path although the table is not on this machine.
         """
-        content = _find_encoded_image(value)
+        content = _extract_encoded_image(cell)
         if content is not None:
             return content
-        path = value.get("path") if isinstance(value, dict) else None
+        path = cell.get("path") if isinstance(cell, dict) else None
         if not path or not isinstance(self.files, LocalFiles):
             raise ConfigError("has neither bytes nor a file on this machine")
         return Path(self.files.root, path)
 
-    def _choose_listed_columns(self, names: list[str]) -> list[str]:
+    def _choose_columns_for_listing(self, columns: list[str]) -> list[str]:
         """Returns the columns to read when the samples are listed: label, captions and last the column of splits, as
         far as they exist. Sets `_split` to the column of splits or None, and notes a column of cross-validation folds.
 
-        names: all columns of the file.
+        columns: all columns of the file.
         """
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
-        self.record_fold_column(names, own)
-        self._split = next((name for name in match_column_names(SPLIT_COLUMNS, names) if name not in own), None)
+        self.record_fold_column(columns, own)
+        self._split = next((name for name in match_column_names(SPLIT_COLUMNS, columns) if name not in own), None)
         return own if self._split is None else [*own, self._split]
 
 
@@ -239,35 +239,35 @@ class ArrowTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return any(name.lower().endswith(cls.suffix) for name in peek_files(files))
+        return any(name.lower().endswith(cls.suffix) for name in peek_files_below(files))
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
 
-        file, names = self._open_with_label_names(piece)
-        columns = self._choose_listed_columns(file.schema.names)
+        file, names = self._open_file_with_classes(partition)
+        columns = self._choose_columns_for_listing(file.schema.names)
         for at, batch in file.iterate_batches():
             for row, values in enumerate(list_rows(batch.select(columns))):
-                yield self._make_sample(Place(f"{piece}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
+                yield self._make_sample(Place(f"{partition}/{at}/{row}", 0, at // 8 * _ROW + row), values, names)
 
     def read(self, place: Place) -> bytes | Path:
         at, row = divmod(place.offset, _ROW)
-        file = self._open_piece(place.name.rsplit("/", 2)[0])
-        return self._read_image(file.read_batch_cell(at * 8, row, self.columns.image))
+        file = self._open_table_file(place.name.rsplit("/", 2)[0])
+        return self._extract_image_or_path(file.read_batch_cell(at * 8, row, self.columns.image))
 
     @cached_property
-    def _splits(self) -> dict[str, list[str]]:
+    def _files_by_split(self) -> dict[str, list[str]]:
         names = {name for name, _ in self.files.list_names()}
         if "dataset_dict.json" in names:
             splits = [str(name) for name in self._read_json_list("dataset_dict.json", "splits")]
-            return self._normalize_split_names({name: self._list_saved_files(f"{name}/") for name in splits}, "/")
-        return {"": self._list_saved_files("")} if "state.json" in names else super()._splits
+            return self._normalize_split_names({name: self._list_state_json_files(f"{name}/") for name in splits}, "/")
+        return {"": self._list_state_json_files("")} if "state.json" in names else super()._files_by_split
 
-    def _normalize_split_names(self, splits: dict[str, list[str]], mark: str) -> dict[str, list[str]]:
+    def _normalize_split_names(self, splits: dict[str, list[str]], separator: str) -> dict[str, list[str]]:
         """Returns `splits`, the files by split, with standard names of the splits, such as "validation" for "val".
 
-        Raises ConfigError if two splits get the same name. mark: what stands before a split in data.path, "/" or ":",
-        for the message.
+        Raises ConfigError if two splits get the same name. separator: what stands before a split in data.path, "/" or
+        ":", for the message.
         """
         named: dict[str, str] = {}
         for name in splits:
@@ -276,7 +276,7 @@ class ArrowTables(Tables):
                 key, root = self.request.key, self.root
                 raise ConfigError(
                     f"{key}={root}: the splits {other} and {name} are called alike, and one of them would be read: "
-                    f"write {key}={root}{mark}{other}, or join them"
+                    f"write {key}={root}{separator}{other}, or join them"
                 )
         return {split: splits[name] for split, name in named.items()}
 
@@ -286,7 +286,7 @@ class ArrowTables(Tables):
             return f"{self.root}/{folder}"
         return super()._make_split_path(split, names)
 
-    def _list_saved_files(self, folder: str) -> list[str]:
+    def _list_state_json_files(self, folder: str) -> list[str]:
         """Returns the Arrow files in a folder that Dataset.save_to_disk has written, as its state.json lists them."""
         files = self._read_json_list(f"{folder}state.json", "_data_files")
         return [f"{folder}{os.path.basename(str(file['filename']))}" for file in files]
@@ -314,8 +314,8 @@ class ArrowTables(Tables):
             )
         return values
 
-    def _open_piece(self, piece: str) -> Any:
-        return _open_arrow(self.files, piece, self._describe_piece(piece))
+    def _open_table_file(self, name: str) -> Any:
+        return _open_arrow_file(self.files, name, self._describe_file(name))
 
 
 class HubTables(ArrowTables):
@@ -374,7 +374,7 @@ class HubTables(ArrowTables):
         )
 
     @cached_property
-    def _splits(self) -> dict[str, list[str]]:
+    def _files_by_split(self) -> dict[str, list[str]]:
         root = self.files.root
         splits = {name: [os.path.relpath(path, root) for path in paths] for name, paths in self._by_split.items()}
         return self._normalize_split_names(splits, ":")
@@ -393,20 +393,20 @@ class ParquetTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        names = list(islice((name for name in peek_files(files) if name.lower().endswith(cls.suffix)), _TRIED))
+        names = list(islice((name for name in peek_files_below(files) if name.lower().endswith(cls.suffix)), _TRIED))
         if not names:
             return False
         from dstrain.data.files.arrow import can_hold_bytes
         from dstrain.data.formats.columns import find_image_columns
 
-        schemas = [_open_parquet(files, name, f"{request.key}={root}: {name}").schema for name in names]
+        schemas = [_open_parquet_file(files, name, f"{request.key}={root}: {name}").schema for name in names]
         if "image" in request.columns or any(find_image_columns(schema, request) for schema in schemas):
             return True
         is_file = root.lower().endswith(cls.suffix) and "path" not in request.columns
         return is_file and any(can_hold_bytes(field.type) for field in schemas[0])
 
-    def compose_advice(self) -> str:
-        remarks, file = [super().compose_advice()], self._open_piece(self.list_pieces()[0])
+    def compose_data_advice(self) -> str:
+        remarks, file = [super().compose_data_advice()], self._open_table_file(self.list_partitions()[0])
         size = file.count_uncompressed_bytes(0, [self.columns.image])
         if size >= _HUGE and file.is_column_compressed(self.columns.image):
             remarks.append(
@@ -415,42 +415,42 @@ class ParquetTables(Tables):
             )
         return "; ".join(filter(None, remarks))
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        (file, names), image, count = self._open_with_label_names(piece), self.columns.image, 0
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
+        (file, names), image, count = self._open_file_with_classes(partition), self.columns.image, 0
         file.refuse_concatenated_files()
-        columns = self._choose_listed_columns(file.schema.names)
+        columns = self._choose_columns_for_listing(file.schema.names)
         for group in range(file.num_row_groups):
             chunk = file.read_uncompressed_chunk(group, image)
             for row, values in enumerate(file.iterate_rows(group, [*columns, *([image] if chunk else [])])):
                 offset, size = group * _ROW + row, -1
-                content = _find_encoded_image(values[image]) if chunk else None
+                content = _extract_encoded_image(values[image]) if chunk else None
                 if content is not None:
                     at = chunk.find_value_offset(content)
                     if at is None:
                         chunk = None  # It is coded, and so is the rest of the row group.
                     else:
                         offset, size = at, len(content)
-                yield self._make_sample(Place(f"{piece}/{count}", 0, offset, size), values, names)
+                yield self._make_sample(Place(f"{partition}/{count}", 0, offset, size), values, names)
                 count += 1
 
     def read(self, place: Place) -> bytes | Path:
         from dstrain.data.files.arrow import read_value
 
-        piece = place.name.rpartition("/")[0]
+        name = place.name.rpartition("/")[0]
         if place.size >= 0:
-            return self.files.read_span(piece, place.offset, place.size)
+            return self.files.read_span(name, place.offset, place.size)
         group, row = divmod(place.offset, _ROW)
         with _UNPACKING:
-            column = _read_group_column(self.files, piece, self._describe_piece(piece), group, self.columns.image)
+            column = _read_row_group_column(self.files, name, self._describe_file(name), group, self.columns.image)
             if row >= len(column):
                 raise ConfigError("is not in the file any more")
-            return self._read_image(read_value(column, row))
+            return self._extract_image_or_path(read_value(column, row))
 
-    def _open_piece(self, piece: str) -> Any:
-        return _open_parquet(self.files, piece, self._describe_piece(piece))
+    def _open_table_file(self, name: str) -> Any:
+        return _open_parquet_file(self.files, name, self._describe_file(name))
 
 
-def iterate_files_by_suffix(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
+def iterate_file_names_by_suffix(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
     """Yields the files below `folder`, sorted by name, that end in one of the suffixes, in upper or lower case."""
     if isinstance(files, LocalFiles) and not (files.listed or files.pattern):
         names = walk_files(Path(files.root), folder, suffixes)
@@ -459,31 +459,31 @@ def iterate_files_by_suffix(files: Files, *suffixes: str, folder: str = "") -> I
     for name, is_folder in files.list_names(folder):
         path = f"{folder}/{name}" if folder else name
         if is_folder:
-            yield from iterate_files_by_suffix(files, *suffixes, folder=path)
+            yield from iterate_file_names_by_suffix(files, *suffixes, folder=path)
         elif name.lower().endswith(suffixes):
             yield path
 
 
-def _find_encoded_image(value: Any) -> bytes | None:
+def _extract_encoded_image(cell: Any) -> bytes | None:
     """Returns the encoded bytes of the image in a cell; None if the cell holds only the path of a file, or nothing."""
-    return value.get("bytes") if isinstance(value, dict) else value
+    return cell.get("bytes") if isinstance(cell, dict) else cell
 
 
 @lru_cache(_MAPPED)
-def _open_arrow(files: Files, piece: str, where: str) -> Any:
+def _open_arrow_file(files: Files, name: str, where: str) -> Any:
     from dstrain.data.files.arrow import ArrowFile
 
-    return ArrowFile(files.fetch_local_path(piece), where)
+    return ArrowFile(files.fetch_local_path(name), where)
 
 
-def _open_parquet(files: Files, piece: str, where: str) -> Any:
+def _open_parquet_file(files: Files, name: str, where: str) -> Any:
     from dstrain.data.files.arrow import ParquetFile
 
-    return ParquetFile(files, piece, where)
+    return ParquetFile(files, name, where)
 
 
 @lru_cache(1)
-def _read_group_column(files: Files, piece: str, where: str, group: int, column: str) -> Any:
+def _read_row_group_column(files: Files, name: str, where: str, row_group: int, column: str) -> Any:
     """Returns one column of a parquet row group as a ChunkedArray, and caches the last result. Raises ConfigError if
     the decoded column has more than 1 GiB.
     """
@@ -492,9 +492,9 @@ def _read_group_column(files: Files, piece: str, where: str, group: int, column:
     from dstrain.data.files.arrow import MAX_GROUP
 
     batches, size = [], 0
-    for batch in _open_parquet(files, piece, where).iterate_batches(group, [column]):
+    for batch in _open_parquet_file(files, name, where).iterate_batches(row_group, [column]):
         batches.append(batch.column(0))
         size += batch.nbytes
         if size > MAX_GROUP:
-            raise ConfigError(f"{piece} has row groups beyond {MAX_GROUP / 1e9:.3g} GB: write it anew")
+            raise ConfigError(f"{name} has row groups beyond {MAX_GROUP / 1e9:.3g} GB: write it anew")
     return pyarrow.chunked_array(batches)

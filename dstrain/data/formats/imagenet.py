@@ -21,7 +21,7 @@ from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTab
 from dstrain.data.formats.labels import SYNSET, read_class_list
 from dstrain.data.formats.packed import find_packed_splits
 from dstrain.data.formats.splits import is_split_name
-from dstrain.data.formats.unconverted import is_flat_validation_folder
+from dstrain.data.formats.unconverted import is_flat_imagenet_validation_folder
 from dstrain.recipe import Cache, ConfigError
 
 _WITH_HELD_OUT: tuple[type[Layout], ...] = (HubTables, ArrowTables, ParquetTables)
@@ -31,35 +31,42 @@ _FOLDERS_ABOVE = 5  # so many folders above the data are searched for this file
 
 
 def find_split_paths(
-    path: str | Path, held_out: float, held_out_path: str | Path | None, whole: bool = False, cache: Cache | None = None
+    path: str | Path,
+    held_out_share: float,
+    held_out_path: str | Path | None,
+    as_one_set: bool = False,
+    cache: Cache | None = None,
 ) -> tuple[str | Path, str | Path | None]:
     """Returns the path of the training data and the path of the held-out data, or None for the second.
 
     Looks in `path` for two split folders: train/ and val/ with the same classes, or train/ and held_out/ with shards.
     The training data are train/ if there are two such folders, else `path` itself. The path of the held-out data is
     - `held_out_path` if that is given,
-    - else None if `held_out` is above 0 or `whole` is True,
+    - else None if `held_out_share` is above 0 or `as_one_set` is True,
     - else val/ or held_out/ if there are two such folders,
     - else that of the held-out split of Hugging Face data, or None if there is none.
-    held_out: the share of the training data to hold out. whole: True to read all data as one.
-    Raises ConfigError if `whole` is True and there are two such folders, or if `path` is a pattern that fits no file.
+    held_out_share: the share of the training data to hold out. as_one_set: True to read all data as one.
+    Raises ConfigError if `as_one_set` is True and there are two such folders, or if `path` is a pattern that fits no
+    file.
     """
-    splits = _find_split_folders(path)
+    splits = _search_train_and_val_folders(path)
     if splits is None:
         files = open_files(path, cache)
         require_files_of_pattern(f"data.path={path}", files)
         splits = find_packed_splits(str(path), files)
     if splits is None:
-        return path, held_out_path or (None if held_out or whole else _find_held_out_path(str(path), files))
-    if whole:
+        return path, held_out_path or (
+            None if held_out_share or as_one_set else _find_hugging_face_held_out(str(path), files)
+        )
+    if as_one_set:
         raise ConfigError(
             f"data.path={path}: {os.path.basename(splits[0])} and {os.path.basename(splits[1])} in it are splits, "
             f"not classes: write data.path={splits[0]}, and for evaluation data.held_out_path={splits[1]}"
         )
-    return splits[0], held_out_path or (None if held_out else splits[1])
+    return splits[0], held_out_path or (None if held_out_share else splits[1])
 
 
-def open_layout_with_splits(path: str, files: Files) -> Layout | None:
+def open_hugging_face_layout(path: str, files: Files) -> Layout | None:
     """Returns the reader of the data at a path if they have one of Hugging Face's forms: a data set of the hub, Arrow
     files or parquet files of images. Returns None for other data.
     """
@@ -68,26 +75,26 @@ def open_layout_with_splits(path: str, files: Files) -> Layout | None:
     return None if kind is None else kind(path, files, request)
 
 
-def _find_held_out_path(path: str, files: Files) -> str | None:
+def _find_hugging_face_held_out(path: str, files: Files) -> str | None:
     """Returns the path of the held-out split of data in one of Hugging Face's forms. Returns None if there is no such
     split, or if the data have another form.
     """
-    tables = open_layout_with_splits(path, files)
+    tables = open_hugging_face_layout(path, files)
     return None if tables is None else tables.find_held_out_path()
 
 
-def _find_split_folders(path: str | Path) -> tuple[str, str] | None:
+def _search_train_and_val_folders(path: str | Path) -> tuple[str, str] | None:
     """Returns the paths of train/ and val/ in a folder, or in ImageNet's tree below it, if both hold the same classes.
     Returns None for any other data.
     """
     with convert_oserror_to_config_error(path):
         for tree in _TREES if os.path.isdir(path) else ():
-            if splits := _find_train_and_val(Path(path, tree)):
+            if splits := _find_train_and_val_folders(Path(path, tree)):
                 return splits
     return None
 
 
-def _find_train_and_val(root: Path) -> tuple[str, str] | None:
+def _find_train_and_val_folders(root: Path) -> tuple[str, str] | None:
     """Returns the paths of train/ and val/ directly in a folder, which may also have similar names, such as training/.
     Returns None if there are no two such folders, or if train/ lacks a class of val/.
 
@@ -107,7 +114,7 @@ def _find_train_and_val(root: Path) -> tuple[str, str] | None:
         table = root / f"{val[0]}.csv"
         held_out, same = (
             table if table.is_file() else root / val[0],
-            of_imagenet and is_flat_validation_folder(root / val[0]),
+            of_imagenet and is_flat_imagenet_validation_folder(root / val[0]),
         )
     if len(classes) > 1 and same and (of_imagenet or all(map(is_split_name, folders))):
         return str(root / train[0]), str(held_out)

@@ -55,13 +55,13 @@ class ClassList:
         object.__setattr__(self, "places", places)
         object.__setattr__(self, "numbers", {parse_whole_number(name): places[name] for name in reversed(places)})
 
-    def find_number(self, label: int | str, at: str) -> int | str:
+    def find_class_index(self, label: int | str, location: str) -> int | str:
         """Returns the label of a class: its index in the list. Returns `label` itself if the list is empty.
 
         label: the name of the class, or a number. A number means the class that has this number as its name. If there
         is none, the number is the index, unless the names of all classes are numbers. True and False mean the classes
         called true and false, or else the numbers 1 and 0.
-        at: says where the label stands, for messages.
+        location: says where the label stands, for messages.
         Raises ConfigError if the list does not have the class.
         """
         if isinstance(label, bool):
@@ -74,30 +74,30 @@ class ClassList:
             place = self.numbers.get(label, label if None in self.numbers else -1)
         if not 0 <= place < len(self.classes):
             raise ConfigError(
-                f"{at}: the class {label!r} is not among the {len(self.classes)} of {self.where}: add it "
+                f"{location}: the class {label!r} is not among the {len(self.classes)} of {self.where}: add it "
                 "there, or take the sample away"
             )
         return place
 
-    def read_label(self, value: Any, at: str) -> int | str | None:
+    def parse_label_value(self, value: Any, location: str) -> int | str | None:
         """Returns the label that a value of a table or of JSON means: the index of a class in the list, or the value as
         text if the list is empty. Returns None if the value is empty.
 
         Raises ConfigError if the value is neither a whole number nor a name, or if the list does not have the class.
         """
         if isinstance(value, bool) and self.classes:
-            return self.find_number(value, at)
+            return self.find_class_index(value, location)
         try:
             text = parse_label(value, self.places)
         except ValueError as error:
             raise ConfigError(
-                f"{at}: {error}: mend it, name the column of labels, data.columns={{label: NAME}}, or write "
+                f"{location}: {error}: mend it, name the column of labels, data.columns={{label: NAME}}, or write "
                 "data.labels=none"
             ) from None
         number = None if text is None or text in self.places or not self.classes else parse_whole_number(text)
-        return None if text is None else self.find_number(text if number is None else number, at)
+        return None if text is None else self.find_class_index(text if number is None else number, location)
 
-    def read_label_from_name(self, name: str, at: str) -> int | str:
+    def parse_label_from_name(self, name: str, location: str) -> int | str:
         """Returns the label of the class with which a file name begins, up to the first `_`, such as cat for cat_1.png
         (as ADM names files). The label is the class's index in the list, or the class's name if the list is empty.
 
@@ -106,10 +106,10 @@ class ClassList:
         prefix, underscore, _ = name.rpartition("/")[2].partition("_")
         if not prefix or not underscore:
             raise ConfigError(
-                f"{at}: {name} does not begin with its class, as cat_1.png does, and data.labels=prefix "
+                f"{location}: {name} does not begin with its class, as cat_1.png does, and data.labels=prefix "
                 "asks for that: rename it, or take it away"
             )
-        return self.find_number(prefix, at)
+        return self.find_class_index(prefix, location)
 
 
 def read_class_list(path: str | None) -> ClassList:
@@ -143,12 +143,12 @@ def read_class_list(path: str | None) -> ClassList:
     return ClassList(classes, titles if all(titles) else (), where)
 
 
-def read_labels(root: Path, key: str) -> dict[str, int] | None:
+def read_dataset_json_labels(root: Path, recipe_key: str) -> dict[str, int] | None:
     """Returns {file name: label} from the dataset.json in a folder. Returns {} if its entry "labels" is null or empty:
     the files have no labels. Returns None if there is no dataset.json, or if it has no such entry.
 
-    key: the recipe key that names the folder, for messages.
-    Raises ConfigError if the file cannot be read, or for the faults that `parse_labels` names.
+    recipe_key: the key that names the folder, for messages.
+    Raises ConfigError if the file cannot be read, or for the faults that `parse_dataset_json_labels` names.
     """
     path = root / LABELS
     if not os.path.lexists(path):
@@ -157,17 +157,17 @@ def read_labels(root: Path, key: str) -> dict[str, int] | None:
         content = small.read_json(path, MAX_LABELS_BYTES, object_pairs_hook=small.build_unambiguous_dict)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
+            f"{recipe_key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "
             "or take it away, and folders are the classes"
         ) from None
-    return parse_labels(content, root, key)
+    return parse_dataset_json_labels(content, root, recipe_key)
 
 
-def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | None:
+def parse_dataset_json_labels(content: Any, root: str | Path, recipe_key: str) -> dict[str, int] | None:
     """Returns {file name: label} from the parsed `content` of a dataset.json. Returns {} if its entry "labels" is null
     or empty: the files have no labels. Returns None if it has no such entry.
 
-    root, key: the folder, and the recipe key that names it, for messages.
+    root, recipe_key: the folder, and the key that names it, for messages.
     Raises ConfigError if a label is no whole number from 0 to 1,048,575, or if a file is named twice.
     """
     if not isinstance(content, dict) or "labels" not in content:
@@ -182,12 +182,12 @@ def parse_labels(content: Any, root: str | Path, key: str) -> dict[str, int] | N
     for name, label in labels.items():
         if not (isinstance(name, str) and type(label) is int and 0 <= label < _MAX_LABEL):
             raise ConfigError(
-                f"{key}={root}: the labels in {LABELS} are no whole numbers from 0 to {_MAX_LABEL - 1:,} (of "
+                f"{recipe_key}={root}: the labels in {LABELS} are no whole numbers from 0 to {_MAX_LABEL - 1:,} (of "
                 f"{name!r}): write those, or take the file away, and folders are the classes"
             )
     if len(labels) < len(rows):
         twice = Counter(name for name, _ in rows).most_common(1)[0][0]
-        raise ConfigError(f"{key}={root}: {LABELS} names a file twice, {twice}: leave one label for each file")
+        raise ConfigError(f"{recipe_key}={root}: {LABELS} names a file twice, {twice}: leave one label for each file")
     return labels
 
 
@@ -196,52 +196,52 @@ def name_classes_by_number(labels: dict[str, int]) -> tuple[str, ...]:
     return tuple(map(str, range(max(labels.values()) + 1)))
 
 
-def require_fitting_classes(
+def require_classes_fit_model(
     path: str,
     source: Source,
     held_out: Source | None,
-    number: int | None,
-    field: str = "",
-    without: str = "",
-    own: bool = False,
+    num_labels: int | None,
+    model_field: str = "",
+    labels_off_entry: str = "",
+    same_data: bool = False,
 ) -> None:
-    """Raises ConfigError if the classes of the data do not fit a model that learns `number` labels.
+    """Raises ConfigError if the classes of the data do not fit a model that learns `num_labels` labels.
 
-    The data must have `number` classes, or none if `number` is 1. If `number` is above 1, the held-out data must have
-    classes, too. If `number` is None, the model learns no labels, and all data fit.
+    The data must have `num_labels` classes, or none if `num_labels` is 1. If `num_labels` is above 1, the held-out data
+    must have classes, too. If `num_labels` is None, the model learns no labels, and all data fit.
     path: the data's path, for messages.
-    field: the entry of the recipe's `model` that sets the number of labels, for messages.
-    without: the recipe's entry that turns labels off, for messages; "" if there is none.
-    own: True if the held-out samples come from the same data. The message may then advise data.held_out.
+    model_field: the entry of the recipe's `model` that sets the number of labels, for messages.
+    labels_off_entry: the recipe's entry that turns labels off, for messages; "" if there is none.
+    same_data: True if the held-out samples come from the same data. The message may then advise data.held_out.
     """
     classes = len(source.classes)
-    if number is None or classes == number:
+    if num_labels is None or classes == num_labels:
         pass
     elif classes:
         count = f"{classes} classes" if classes > 1 else "1 class"
         raise ConfigError(
-            f"data.path={path} has {count}, and the model learns {number}: write "
-            f"model.{field}={classes} (weights of init_from then lose their table of labels)"
+            f"data.path={path} has {count}, and the model learns {num_labels}: write "
+            f"model.{model_field}={classes} (weights of init_from then lose their table of labels)"
         )
-    elif number > 1:
-        remedy = f", or write {without} for a model without labels" if without else ""
+    elif num_labels > 1:
+        remedy = f", or write {labels_off_entry} for a model without labels" if labels_off_entry else ""
         raise ConfigError(
-            f"data.path={path} has no classes, and the model learns {number}: put the images of each "
+            f"data.path={path} has no classes, and the model learns {num_labels}: put the images of each "
             f"class into a folder of its own{_suggest_prefix_labels(source)}, or name a list with a column "
             f"`label`, data.path=FILE.csv{remedy}"
         )
-    if number is not None and number > 1 and held_out is not None and not held_out.classes:
-        raise ConfigError(_explain_no_held_out_classes(path, source, held_out, own))
+    if num_labels is not None and num_labels > 1 and held_out is not None and not held_out.classes:
+        raise ConfigError(_explain_missing_held_out_classes(path, source, held_out, same_data))
 
 
-def _explain_no_held_out_classes(path: str, source: Source, held_out: Source, own: bool) -> str:
+def _explain_missing_held_out_classes(path: str, source: Source, held_out: Source, same_data: bool) -> str:
     """Returns the error message for held-out data without classes beside training data with classes.
 
-    own: True if the held-out samples come from the same data as the training samples.
+    same_data: True if the held-out samples come from the same data as the training samples.
     """
     unseen = held_out.where.partition("=")[2]
-    share = ", or write data.held_out=0.02, which holds out a share of what is trained on" if own else ""
-    which = f"the held-out data, {unseen}," if own else "the held-out data"
+    share = ", or write data.held_out=0.02, which holds out a share of what is trained on" if same_data else ""
+    which = f"the held-out data, {unseen}," if same_data else "the held-out data"
     return (
         f"{which} have no classes, and data.path={path} has {len(source.classes)}: put the files of each class "
         f"into a folder of its own, named as there{share}"

@@ -19,7 +19,7 @@ from dstrain.data.files.listing import METADATA, convert_oserror_to_config_error
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import TABLES, Table, match_column_names, open_table, read_lines
 from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
-from dstrain.data.formats.labels import LABELS, ClassList, read_class_list, read_labels
+from dstrain.data.formats.labels import LABELS, ClassList, read_class_list, read_dataset_json_labels
 from dstrain.data.formats.splits import SPLIT_COLUMNS
 from dstrain.disk.texts import TEXT_NAMES, list_captions
 from dstrain.recipe import ConfigError
@@ -63,12 +63,12 @@ class TableList(Layout):
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         name = os.path.basename(root)
-        if not _is_list_file(root, files, tuple(TABLES)):
+        if not _is_file_with_suffix(root, files, tuple(TABLES)):
             return False
         # A parquet file with the pictures themselves is no list, but another layout's.
         return "path" in request.columns or not open_table(files, name, f"{request.key}={root}").has_bytes_column()
 
-    def list_pieces(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         if self.request.captions_file is not None:
             raise ConfigError(
                 f"data.captions={self.request.captions_file}: {self.root} is a list, and its captions "
@@ -80,8 +80,8 @@ class TableList(Layout):
     def list_watched_files(self) -> list[str]:
         return [self._open_table().name]
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        group = piece.rpartition(":")[2]
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
+        group = partition.rpartition(":")[2]
         table = self._open_table()
         columns = self._choose_columns(table)
         label = columns["label"] if self.request.labels == "auto" else []
@@ -92,16 +92,16 @@ class TableList(Layout):
         for line, row in table.iterate_rows([*used, *split], int(group)):
             at = f"{table.where}, {table.noun} {line}"
             for column in split:
-                self.require_one_split(column, row.get(column), at)
+                self.require_same_split(column, row.get(column), at)
             if table.ragged:
-                self._require_columns_of_first_row(row, columns, at)
+                self._refuse_new_columns(row, columns, at)
             path = self._read_path(row, columns["path"], at)
-            captions = [text for column in columns["caption"] for text in _list_captions(row.get(column), at)]
+            captions = [text for column in columns["caption"] for text in _parse_captions(row.get(column), at)]
             if columns["caption"] and not captions:
                 captions = [""]  # Without a text, it will be a bad sample.
             yield Sample(
                 Place(path if path.startswith("/") else base + path),
-                self._read_label(row.get(label[0]), at) if label else self._find_label_without_column(path, at),
+                self._parse_label(row.get(label[0]), at) if label else self._derive_label_from_path(path, at),
                 tuple(captions),
             )
 
@@ -117,7 +117,7 @@ class TableList(Layout):
 
         Raises ConfigError if no column holds paths, or if data.columns names a column that is not there.
         """
-        columns = {kind: _find_columns(kind, table, self.request, self.known) for kind in self.known}
+        columns = {kind: _find_columns_of_field(kind, table, self.request, self.known) for kind in self.known}
         if not self.request.captions:
             columns["caption"] = []
         if not columns["path"]:
@@ -143,20 +143,22 @@ class TableList(Layout):
             return f"put commas between fields, and not {mark!r} (fields between tabs are read from a .tsv)"
         return "name it, data.columns={path: NAME}"
 
-    def _require_columns_of_first_row(self, row: dict[str, Any], columns: dict[str, list[str]], at: str) -> None:
+    def _refuse_new_columns(self, row: dict[str, Any], first_row_columns: dict[str, list[str]], location: str) -> None:
         """Raises ConfigError if a row has a column of labels or captions that the first row of the table lacks, and the
         request asks for these.
 
         row: the row as {column: value}.
-        columns: the columns of the first row, from `_choose_columns`.
-        at: names the row in the message.
+        first_row_columns: the columns of the first row, from `_choose_columns`.
+        location: names the row in the message.
         """
         wanted = ["label"] * (self.request.labels == "auto") + ["caption"] * self.request.captions
         for kind in wanted:
-            if not columns[kind] and (late := match_column_names(self.known[kind], list(row))):
-                raise ConfigError(f"{at} has a {late[0]}, and the first has none: write one in each row, or in none")
+            if not first_row_columns[kind] and (late := match_column_names(self.known[kind], list(row))):
+                raise ConfigError(
+                    f"{location} has a {late[0]}, and the first has none: write one in each row, or in none"
+                )
 
-    def _read_path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
+    def _read_path(self, row: dict[str, Any], columns: Sequence[str], location: str) -> str:
         """Returns the path of the file that a row names, without a leading "./".
 
         columns: a list whose first entry is the column of paths.
@@ -165,32 +167,34 @@ class TableList(Layout):
         """
         path = row.get(columns[0])
         if not isinstance(path, str) or not path.strip() or "\0" in path:
-            raise ConfigError(f"{at}: no path in the column {columns[0]}: write one, or take the row out")
+            raise ConfigError(f"{location}: no path in the column {columns[0]}: write one, or take the row out")
         try:
             os.fsencode(path)
         except UnicodeEncodeError:
-            raise ConfigError(f"{at}: {path!r} holds half a character, which no path has: mend it") from None
+            raise ConfigError(f"{location}: {path!r} holds half a character, which no path has: mend it") from None
         if "://" in path:
             raise ConfigError(
-                f"{at}: {path} is an address: fetch the files first, for example with img2dataset or "
+                f"{location}: {path} is an address: fetch the files first, for example with img2dataset or "
                 "video2dataset, whose output is read as it is"
             )
         if not isinstance(self.files, LocalFiles) and (path[0] == "/" or ".." in path.split("/")):
-            raise ConfigError(f"{at}: {path} leads out of the folder of the list, which only a list on a disk may do")
+            raise ConfigError(
+                f"{location}: {path} leads out of the folder of the list, which only a list on a disk may do"
+            )
         return path.removeprefix("./")
 
-    def _read_label(self, label: Any, at: str) -> int | str:
+    def _parse_label(self, cell: Any, location: str) -> int | str:
         """Returns the label that a cell means. Raises ConfigError if the cell is empty or holds no class."""
-        label = self.names.read_label(label, at)
+        label = self.names.parse_label_value(cell, location)
         if label is None:
-            raise ConfigError(f"{at}: no label: write one in each row, or data.labels=none for no labels at all")
+            raise ConfigError(f"{location}: no label: write one in each row, or data.labels=none for no labels at all")
         return label
 
-    def _find_label_without_column(self, path: str, at: str) -> str | int | None:
+    def _derive_label_from_path(self, path: str, location: str) -> str | int | None:
         """Returns the label of a file if the table has no column of labels. With data.labels=prefix, this is the label
         of the class with which the file's name begins; else None.
         """
-        return self.names.read_label_from_name(path, at) if self.request.labels == "prefix" else None
+        return self.names.parse_label_from_name(path, location) if self.request.labels == "prefix" else None
 
     def _find_base_folder(self, table: Table, columns: dict[str, list[str]]) -> str:
         """Returns the folder to which the paths in the table are relative: the first of `bases` in which one of the
@@ -235,15 +239,15 @@ class Metadata(TableList):
                 f"{request.key}={root} has {' and '.join(table.name for table in tables)}: which of them "
                 "counts? Keep one"
             )
-        counts = any(_list_wanted_fields(table, request) for table in tables)
-        if counts and request.labels == "auto" and read_labels(Path(root), request.key) is not None:
+        counts = any(_list_requested_fields(table, request) for table in tables)
+        if counts and request.labels == "auto" and read_dataset_json_labels(Path(root), request.key) is not None:
             raise ConfigError(f"{request.key}={root} has {LABELS} and {tables[0].name}: which of them counts? Keep one")
         return counts
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        if piece == self.list_pieces()[0] and isinstance(self.files, LocalFiles):
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
+        if partition == self.list_partitions()[0] and isinstance(self.files, LocalFiles):
             self._record_files_without_row()
-        yield from super().iterate_samples(piece)
+        yield from super().iterate_samples(partition)
 
     def _record_files_without_row(self) -> None:
         """Counts files as left out: the images (or clips) that have no row in the table, and files in formats that are
@@ -275,15 +279,15 @@ class WebVid(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if not _is_list_file(root, files, (".csv",)) or "path" in request.columns:
+        if not _is_file_with_suffix(root, files, (".csv",)) or "path" in request.columns:
             return False
         columns = set(open_table(files, os.path.basename(root), f"{request.key}={root}").list_columns())
         return {"videoid", "page_dir"} <= columns and not columns & set(COLUMNS["path"])
 
-    def _read_path(self, row: dict[str, Any], columns: Sequence[str], at: str) -> str:
+    def _read_path(self, row: dict[str, Any], columns: Sequence[str], location: str) -> str:
         if not row.get("page_dir") or not row.get("videoid"):
-            raise ConfigError(f"{at}: no page_dir and videoid: write them, or take the row out")
-        return super()._read_path({"path": f"{row['page_dir']}/{row['videoid']}.mp4"}, ["path"], at)
+            raise ConfigError(f"{location}: no page_dir and videoid: write them, or take the row out")
+        return super()._read_path({"path": f"{row['page_dir']}/{row['videoid']}.mp4"}, ["path"], location)
 
 
 class PathList(TableList):
@@ -305,7 +309,7 @@ class PathList(TableList):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        if not _is_list_file(root, files, (".txt", ".lst")):
+        if not _is_file_with_suffix(root, files, (".txt", ".lst")):
             return False
         match = _LINE.fullmatch(next(read_lines(files, os.path.basename(root), f"{request.key}={root}"), ""))
         return match is not None and match[1].lower().endswith((*request.suffixes, ".avi", ".mp4"))
@@ -330,17 +334,17 @@ class PathList(TableList):
     def _open_table(self) -> Table:
         return _Lines(self.files, os.path.basename(self.root), f"{self.request.key}={self.root}")
 
-    def _read_label(self, label: Any, at: str) -> int | str:
-        if self.from_one and isinstance(label, str) and label.isdigit():
-            names = self.classes[int(label) - 1 : int(label)]
-            return self.names.find_number(names[0] if names else -1, f"{at}: number {label} counts from 1")
-        return super()._read_label(label, at)
+    def _parse_label(self, cell: Any, location: str) -> int | str:
+        if self.from_one and isinstance(cell, str) and cell.isdigit():
+            names = self.classes[int(cell) - 1 : int(cell)]
+            return self.names.find_class_index(names[0] if names else -1, f"{location}: number {cell} counts from 1")
+        return super()._parse_label(cell, location)
 
-    def _find_label_without_column(self, path: str, at: str) -> int | str | None:
+    def _derive_label_from_path(self, path: str, location: str) -> int | str | None:
         folder = os.path.basename(os.path.dirname(path))
         if self.request.labels == "auto" and folder:
-            return self.names.find_number(folder, at)
-        return super()._find_label_without_column(path, at)
+            return self.names.find_class_index(folder, location)
+        return super()._derive_label_from_path(path, location)
 
 
 class _Lines(Table):
@@ -363,16 +367,16 @@ class _Lines(Table):
                 raise ConfigError(f"{self.where}, line {number}: no file and number in it: write PATH or PATH NUMBER")
 
 
-def refuse_inner_metadata(root: str, files: Files, request: Request, names: list[str]) -> None:
+def refuse_metadata_in_subfolders(root: str, files: Files, request: Request, metadata_files: list[str]) -> None:
     """Raises ConfigError if a subfolder has a metadata table or a dataset.json with labels or captions that the request
     asks for. Only the root may have such files.
 
-    names: the relative paths of all files in the data that are called metadata.csv, dataset.json or alike.
+    metadata_files: the relative paths of all files in the data that are called metadata.csv, dataset.json or alike.
     """
-    for folder in sorted({os.path.dirname(name) for name in names} - {""}):
+    for folder in sorted({os.path.dirname(name) for name in metadata_files} - {""}):
         tables = _open_metadata_tables(root, files, request, folder) if request.captions_file is None else []
-        said = [(table.name, words) for table in tables if (words := _list_wanted_fields(table, request))]
-        if request.labels == "auto" and read_labels(Path(root, folder), request.key):
+        said = [(table.name, words) for table in tables if (words := _list_requested_fields(table, request))]
+        if request.labels == "auto" and read_dataset_json_labels(Path(root, folder), request.key):
             said.append((os.path.join(folder, LABELS), ["labels"]))
         for name, words in said:
             raise ConfigError(
@@ -382,10 +386,10 @@ def refuse_inner_metadata(root: str, files: Files, request: Request, names: list
             )
 
 
-def _list_wanted_fields(table: Table, request: Request) -> list[str]:
+def _list_requested_fields(table: Table, request: Request) -> list[str]:
     """Returns what the request asks for and the table has a column for: ["labels"], ["captions"], both, or []."""
     wanted = ["label"] * (request.labels == "auto") + ["caption"] * request.captions
-    return [f"{kind}s" for kind in wanted if _find_columns(kind, table, request)]
+    return [f"{kind}s" for kind in wanted if _find_columns_of_field(kind, table, request)]
 
 
 def _open_metadata_tables(root: str, files: Files, request: Request, folder: str = "") -> list[Table]:
@@ -401,33 +405,35 @@ def _open_metadata_tables(root: str, files: Files, request: Request, folder: str
     return tables
 
 
-def _list_captions(value: Any, at: str) -> tuple[str, ...]:
+def _parse_captions(cell: Any, location: str) -> tuple[str, ...]:
     """Returns the captions in a cell, without empty ones. Raises ConfigError if the cell holds neither a text nor a
-    list of texts. at: names the cell's row in the message.
+    list of texts. location: names the cell's row in the message.
     """
     try:
-        return list_captions(value)
+        return list_captions(cell)
     except ValueError as error:
-        raise ConfigError(f"{at}: {error}: name the column of texts, data.columns={{caption: NAME}}") from None
+        raise ConfigError(f"{location}: {error}: name the column of texts, data.columns={{caption: NAME}}") from None
 
 
-def _is_list_file(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
+def _is_file_with_suffix(root: str, files: Files, suffixes: tuple[str, ...]) -> bool:
     """Returns whether `root` is a single file whose name ends in one of the suffixes."""
     name = os.path.basename(root)
     return name.lower().endswith(suffixes) and not os.path.isdir(root) and file_exists(files, name)
 
 
-def _find_columns(kind: str, table: Table, request: Request, known: dict[str, tuple[str, ...]] = COLUMNS) -> list[str]:
-    """Returns the columns of a table that hold `kind`: those that data.columns names for it, else the first with a
+def _find_columns_of_field(
+    field: str, table: Table, request: Request, known_names: dict[str, tuple[str, ...]] = COLUMNS
+) -> list[str]:
+    """Returns the columns of a table that hold `field`: those that data.columns names for it, else the first with a
     known name; [] if there is none.
 
-    kind: "path", "label" or "caption".
-    known: the usual names of columns, by kind.
+    field: "path", "label" or "caption".
+    known_names: the usual names of columns, by field.
     Raises ConfigError if a column that data.columns names does not exist.
     """
-    columns, names = table.list_columns(), request.columns.get(kind)
+    columns, names = table.list_columns(), request.columns.get(field)
     if names is None:
-        return match_column_names(known[kind], columns)[:1]
+        return match_column_names(known_names[field], columns)[:1]
     names = [names] if isinstance(names, str) else list(names)
     if missing := [name for name in names if name not in columns]:
         raise ConfigError(

@@ -46,7 +46,7 @@ def make_no_samples_error(layout: Layout) -> ConfigError:
             f"{where}: none of its {uncaptioned:,} {noun} has a caption: write X.txt beside X.png, in tars "
             "too, or leave out what asks for captions"
         )
-    counts, first, names = Counter(), {}, layout.iterate_files()
+    counts, first, names = Counter(), {}, layout.iterate_file_names()
     for name in islice(names, _EXAMINED_FILES):
         suffix = splitext(name)[1].lower()
         counts[suffix] += 1
@@ -70,8 +70,8 @@ def make_no_samples_error(layout: Layout) -> ConfigError:
     )
 
 
-def _suggest_latents_conversion(root: str, name: str, key: str) -> str:
-    """Returns advice, for a message, on data without samples whose file `name` may hold other projects' latents. The
+def _suggest_latents_conversion(root: str, file_name: str, recipe_key: str) -> str:
+    """Returns advice, for a message, on data without samples of which a file may hold other projects' latents. The
     advice is the command that converts them. If the latents are not recognised, it is the page of the docs that lists
     what can be converted.
     """
@@ -79,11 +79,11 @@ def _suggest_latents_conversion(root: str, name: str, key: str) -> str:
     if "://" in root:
         place = None  # they are converted from a disk
     elif not root.endswith(".zip"):
-        folders = Path(root, name).parents[:_FOLDERS_ABOVE]
+        folders = Path(root, file_name).parents[:_FOLDERS_ABOVE]
         place = next((folder for folder in folders if has_latents(folder)), None)
     if place is None:
         return "docs/guides/encode.md names the latents of others that `dstrain convert latents` converts"
     return (
         f"latents that others have cached are converted once with `dstrain convert latents {shlex.quote(str(place))} "
-        f"--first-stage PATH --out DIR`, then give {key}=DIR"
+        f"--first-stage PATH --out DIR`, then give {recipe_key}=DIR"
     )

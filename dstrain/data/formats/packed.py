@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from dstrain.data.files.local import Files
-from dstrain.data.formats.base import Layout, Place, Request, Sample, file_exists, peek_names
+from dstrain.data.formats.base import Layout, Place, Request, Sample, file_exists, peek_folder
 from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError, NotRead
 
@@ -99,10 +99,10 @@ class ShardWriter:
         if captions:
             self._numbers["captions_ends"].append(len(self._numbers["caption_ends"]))
 
-    def _append_text(self, blob: str, ends: str, text: bytes) -> None:
-        """Appends `text` to the column `blob`, and the new length of that column, in bytes, to the column `ends`."""
-        self._texts[blob] += text
-        self._numbers[ends].append(len(self._texts[blob]))
+    def _append_text(self, text_column: str, ends_column: str, text: bytes) -> None:
+        """Appends `text` to a column, and the new length of that column, in bytes, to the column `ends_column`."""
+        self._texts[text_column] += text
+        self._numbers[ends_column].append(len(self._texts[text_column]))
 
     def close(self) -> None:
         """Writes the columns and the header of the shard, which must have at least one sample. Leaves the file open."""
@@ -157,13 +157,13 @@ def iterate_packed_samples(files: Files, name: str) -> Iterator[Packed]:
         raise ConfigError(f"{name} is no shard of `dstrain pack`, or is damaged ({error})") from None
 
 
-def _decode_caption(texts: bytes, ends: np.ndarray, place: int) -> str:
-    """Returns caption number `place` of a shard.
+def _decode_caption(texts: bytes, ends: np.ndarray, caption_number: int) -> str:
+    """Returns caption number `caption_number` of a shard.
 
     texts: all captions of the shard in UTF-8, joined. ends: the offset in `texts`, in bytes, at which each caption
     ends.
     """
-    return texts[int(ends[place - 1]) if place else 0 : int(ends[place])].decode("utf-8")
+    return texts[int(ends[caption_number - 1]) if caption_number else 0 : int(ends[caption_number])].decode("utf-8")
 
 
 def _read_shard_columns(files: Files, name: str) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def find_packed_splits(path: str, files: Files) -> tuple[str, str] | None:
     """Returns the paths of train/ and held_out/ in the folder `path` if both hold shards of `dstrain pack`; None for
     other data.
     """
-    top = peek_names(files)
+    top = peek_folder(files)
     for name in (TRAIN, HELD_OUT):
         if (name, True) not in top or not file_exists(files, f"{name}/{PACKING}"):
             return None
@@ -243,7 +243,7 @@ class PackedFiles(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return file_exists(files, INDEX) or (file_exists(files, PACKING) and file_exists(files, name_shard(0)))
 
-    def list_pieces(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         """Returns the names of the shards.
 
         Raises ConfigError if
@@ -280,10 +280,10 @@ class PackedFiles(Layout):
         self.classes = () if self.request.labels == "none" else tuple(body["classes"])
         return [shard["name"] for shard in body["shards"]]
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        number = int(piece.removeprefix("files_").partition(".")[0])
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
+        number = int(partition.removeprefix("files_").partition(".")[0])
         try:
-            for packed in iterate_packed_samples(self.files, piece):
+            for packed in iterate_packed_samples(self.files, partition):
                 yield Sample(
                     Place(packed.name, number, packed.offset, packed.size),
                     None if self.request.labels == "none" else packed.label,
@@ -299,4 +299,4 @@ class PackedFiles(Layout):
         return self.files.read_span(name_shard(place.file), place.offset, place.size)
 
     def list_watched_files(self) -> list[str]:
-        return [INDEX, *self.list_pieces()]
+        return [INDEX, *self.list_partitions()]

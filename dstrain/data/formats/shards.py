@@ -26,7 +26,7 @@ def find_missing_shards(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     return gaps
 
 
-def _find_two_shard_sets(names: Iterable[str]) -> tuple[str, str] | None:
+def _find_conflicting_shard_sets(names: Iterable[str]) -> tuple[str, str] | None:
     """Returns the patterns of two sets of shards that differ only in their total, such as x-*-of-00005.tar and
     x-*-of-00008.tar: they look like two versions of the same data. Returns None if there are none.
     """
@@ -38,7 +38,7 @@ def _find_two_shard_sets(names: Iterable[str]) -> tuple[str, str] | None:
     return None
 
 
-def check_missing_shards(layout: Layout, names: Iterable[str]) -> None:
+def refuse_or_record_missing_shards(layout: Layout, names: Iterable[str]) -> None:
     """Raises ConfigError if the data are a folder and shards are missing from it, or if it holds two sets of shards
     whose names differ only in the total, such as x-*-of-00005.tar and x-*-of-00008.tar.
 
@@ -48,7 +48,7 @@ def check_missing_shards(layout: Layout, names: Iterable[str]) -> None:
     names = list(names)
     root, gaps = layout.root, find_missing_shards(names)
     is_folder = os.path.isdir(root) or (layout.files.far and not root.lower().endswith(_SUFFIXES))
-    if is_folder and (two := _find_two_shard_sets(names)):
+    if is_folder and (two := _find_conflicting_shard_sets(names)):
         raise ConfigError(
             f"{layout.request.key}={root}: {two[0]} and {two[1]} are two sets of shards of one name, and both would be "
             f"read: remove the older one, or write {layout.request.key}='{root.rstrip('/')}/{two[1]}'"

@@ -60,30 +60,32 @@ class Beside(Folders):
             suffixes = [spell(text) for text in _TEXTS for spell in (str.lower, str.upper, str.title)]
             return any(os.path.lexists(os.path.join(root, stem + suffix)) for stem in stems for suffix in suffixes)
 
-    def list_pieces(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         with convert_oserror_to_config_error(self.root, self.request.key):
             refuse_split_folders(Path(self.root), self.request.key)
         self.classes = self.class_list.classes
         if self.request.labels == "auto":
-            self._load_labels()
+            self._load_dataset_json_labels()
         return [""]
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
         with convert_oserror_to_config_error(self.root, self.request.key):
             files = self._list_files_below("", *_TEXTS)
         texts = {name for name in files if name.lower().endswith(_TEXTS)}
         images = [name for name in files if name not in texts]
         spelled = {key: name for name in texts if (key := normalize_file_name(name)) != name}
 
-        def find_text(name: str) -> str | None:
+        def find_text_file(path: str) -> str | None:
             """Returns the path of a text file as the disk spells it; None if there is no such file."""
-            key = normalize_file_name(name)
-            return next((text for text in (name, key) if text in texts), spelled.get(key))
+            key = normalize_file_name(path)
+            return next((text for text in (path, key) if text in texts), spelled.get(key))
 
         in_folders = self.request.labels == "auto" and all("/" in name for name in images)
-        self._require_labels(images)
+        self._require_label_for_each(images)
         self._texts = sorted(texts)[:: 1 + len(texts) // _WATCHED]
-        for name, captions in zip(images, map_in_threads(lambda name: self._read_captions(name, find_text), images)):
+        for name, captions in zip(
+            images, map_in_threads(lambda name: self._read_sidecar_captions(name, find_text_file), images)
+        ):
             own = name.split("/")[0] if in_folders else None
             if self._by_name is not None:
                 own = self._by_name.get(name)
@@ -92,16 +94,16 @@ class Beside(Folders):
             else:
                 yield Sample(Place(name), self.resolve_label(own, name), captions)
 
-    def _read_captions(self, name: str, find_text: Callable[[str], str | None]) -> tuple[str, ...]:
-        """Returns the captions of the image `name` from X.txt, or from X.json if there is no X.txt; () if it has no
+    def _read_sidecar_captions(self, image_name: str, find_text_file: Callable[[str], str | None]) -> tuple[str, ...]:
+        """Returns the captions of an image from X.txt, or from X.json if there is no X.txt; () if it has no
         captions. Returns ("",), which makes the sample an unreadable one, if X.txt is empty, or if the file with the
         captions cannot be read.
 
-        find_text: given the path of a text file, returns this path as the disk spells it; None if there is no such
+        find_text_file: given the path of a text file, returns this path as the disk spells it; None if there is no such
         file.
         """
-        stem = os.path.splitext(name)[0]
-        for file in filter(None, (find_text(stem + suffix) for suffix in _TEXTS)):
+        stem = os.path.splitext(image_name)[0]
+        for file in filter(None, (find_text_file(stem + suffix) for suffix in _TEXTS)):
             path = Path(self.root, file)
             try:
                 with convert_errors_to_bad_sample(file, path):

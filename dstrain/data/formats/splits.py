@@ -88,13 +88,13 @@ def find_split_folders(folders: Iterable[str]) -> list[str]:
     return sorted(name for names in several for name in names)
 
 
-def refuse_split_names(names: Iterable[str], where: str) -> None:
+def refuse_split_folders_in_archive(member_paths: Iterable[str], where: str) -> None:
     """Raises ConfigError if an archive has splits of the data as folders side by side, such as a/train/ and a/test/.
 
-    names: the paths of the archive's members. where: names the archive in the message.
+    member_paths: the paths of the archive's members. where: names the archive in the message.
     """
     inner: dict[str, set[str]] = defaultdict(set)
-    for folder in {name.rpartition("/")[0] for name in names}:
+    for folder in {name.rpartition("/")[0] for name in member_paths}:
         while folder:
             above, _, own = folder.rpartition("/")
             inner[above].add(own)
@@ -108,48 +108,51 @@ def refuse_split_names(names: Iterable[str], where: str) -> None:
             )
 
 
-def refuse_split_folders(root: Path, key: str) -> None:
+def refuse_split_folders(root: Path, recipe_key: str) -> None:
     """Raises ConfigError if `root`, or a folder directly in it, has subfolders that are splits of the data, such as
     train/ and test/. Also raises it if `root` has only one subfolder, and this has the name of a split.
 
-    key: the recipe key that names `root`, for the message.
+    recipe_key: the key that names `root`, for the message.
     """
     folders = list_class_folders(root)
     splits = find_split_folders(folders) or [name for name in folders if len(folders) == 1 and is_split_name(name)]
     if not splits:  # one train may be a class among others
-        _refuse_splits_in_classes(root, folders, key)
+        _refuse_splits_in_classes(root, folders, recipe_key)
     elif not any(map(is_split_name, splits)) and len(splits) > 2:
         raise ConfigError(
-            f"{key}={root}: {join_first(splits)} are splits of several classes: turn them round, as train/cat and "
-            f"test/cat, and write {key}={root}/train"
+            f"{recipe_key}={root}: {join_first(splits)} are splits of several classes: turn them round, as train/cat "
+            f"and test/cat, and write {recipe_key}={root}/train"
         )
     else:
-        _raise_split_error(root, splits, key)
+        _raise_split_error(root, splits, recipe_key)
 
 
-def _raise_split_error(root: Path, splits: Sequence[str], key: str) -> None:
+def _raise_split_error(root: Path, splits: Sequence[str], recipe_key: str) -> None:
     """Raises ConfigError, with a remedy, since the folders `splits` in `root` are splits and not classes."""
     train = next((name for name in splits if "train" in name.lower()), splits[0])
     others = sorted((name for name in splits if name != train), key=lambda name: "val" not in name.lower())
-    unseen = f", and for evaluation data.held_out_path={root / others[0]}" if others and key == "data.path" else ""
+    unseen = (
+        f", and for evaluation data.held_out_path={root / others[0]}" if others and recipe_key == "data.path" else ""
+    )
     raise ConfigError(
-        f"{key}={root}: {' and '.join(splits)} are splits, not classes: write {key}={root / train}{unseen}"
+        f"{recipe_key}={root}: {' and '.join(splits)} are splits, not classes: write "
+        f"{recipe_key}={root / train}{unseen}"
     )
 
 
-def _refuse_splits_in_classes(root: Path, folders: Sequence[str], key: str) -> None:
+def _refuse_splits_in_classes(root: Path, folders: Sequence[str], recipe_key: str) -> None:
     """Raises ConfigError if one of the class folders holds several splits, such as cat/train and cat/test.
 
-    folders: the names of the class folders in `root`. key: the recipe key that names `root`, for the message.
+    folders: the names of the class folders in `root`. recipe_key: the key that names `root`, for the message.
     """
     for name in folders:
         inner = (entry.name for entry in os.scandir(root / name) if "." not in entry.name and is_folder(entry))
         splits = find_split_folders(inner)  # only these are sorted, since a class may hold a million files
         if splits and len(folders) == 1:
-            _raise_split_error(root / name, splits, key)
+            _raise_split_error(root / name, splits, recipe_key)
         if splits:
             raise ConfigError(
-                f"{key}={root}: the folder {name} holds the splits {' and '.join(splits)}, and all of "
+                f"{recipe_key}={root}: the folder {name} holds the splits {' and '.join(splits)}, and all of "
                 f"them would be learned from: turn them round, {splits[0]}/{name}"
             )
 

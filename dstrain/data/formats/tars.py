@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
-from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.hugging_face import iterate_files_by_suffix
-from dstrain.data.formats.shards import check_missing_shards
-from dstrain.data.formats.splits import find_split_in_path, is_split_name, refuse_split_names
+from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_folder
+from dstrain.data.formats.hugging_face import iterate_file_names_by_suffix
+from dstrain.data.formats.shards import refuse_or_record_missing_shards
+from dstrain.data.formats.splits import find_split_in_path, is_split_name, refuse_split_folders_in_archive
 from dstrain.disk import small
 from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_json_captions, split_lines
 from dstrain.recipe import ConfigError, NotRead
@@ -58,9 +58,9 @@ class Tars(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if _has_several_paths(root):
             return _has_tar_suffix(root)
-        return any(_has_tar_suffix(name) for name, inner in peek_names(files) if not inner)
+        return any(_has_tar_suffix(name) for name, inner in peek_folder(files) if not inner)
 
-    def list_pieces(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         """Returns the names of the .tar files.
 
         Raises ConfigError if there is a compressed tar, such as x.tar.gz, and no x.tar beside it; or if a folder holds
@@ -69,7 +69,9 @@ class Tars(Layout):
         several = _has_several_paths(self.root)
         top = (name for name, inner in self.files.list_names() if not inner)
         names = [
-            name for name in (iterate_files_by_suffix(self.files, *_ENDS) if several else top) if _has_tar_suffix(name)
+            name
+            for name in (iterate_file_names_by_suffix(self.files, *_ENDS) if several else top)
+            if _has_tar_suffix(name)
         ]
         for name in names:
             packed = next((end for end in _UNPACK if name.lower().endswith(end)), None)
@@ -100,25 +102,25 @@ class Tars(Layout):
             )
 
     def list_watched_files(self) -> list[str]:
-        return ["", *self.list_pieces()]
+        return ["", *self.list_partitions()]
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
-        if piece == self._first:
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
+        if partition == self._first:
             self.record_unread_files_beside_shards()
-            check_missing_shards(self, self.list_pieces())
-        members = self._group_members(piece)
+            refuse_or_record_missing_shards(self, self.list_partitions())
+        members = self._group_members_by_sample(partition)
         folders = {f"{key.rpartition('/')[0]}/" for key in members}
-        refuse_split_names(folders, f"{self.request.key}={self.root}: {piece}")
+        refuse_split_folders_in_archive(folders, f"{self.request.key}={self.root}: {partition}")
         if not (self.files.pattern or _has_several_paths(self.root)):  # Else their user has chosen them.
             self._named |= {folder for folder in folders if is_split_name(folder.split("/")[-2])}
-            refuse_split_names(self._named, f"{self.request.key}={self.root}")
+            refuse_split_folders_in_archive(self._named, f"{self.request.key}={self.root}")
         labelled = any(_find_label(sample) is not None for sample in members.values())
         for key in sorted(members):
             sample = members[key]
             if "place" not in sample:
                 if "dotted" in sample:
                     raise ConfigError(
-                        f"{self.request.key}={self.root}: {piece}: {sample['dotted']} has several dots. A "
+                        f"{self.request.key}={self.root}: {partition}: {sample['dotted']} has several dots. A "
                         "key ends at the first one, so its suffix is not known: pack it under a name "
                         "with one dot"
                     )
@@ -128,7 +130,7 @@ class Tars(Layout):
             own = _find_label(sample)
             if labelled and "damaged" in sample and own is None:
                 raise ConfigError(
-                    f"{self.request.key}={self.root}: {piece}: {sample['damaged']} is empty or damaged, "
+                    f"{self.request.key}={self.root}: {partition}: {sample['damaged']} is empty or damaged, "
                     "and other samples have labels: mend it, take its sample out, or write "
                     "data.labels=none"
                 )
@@ -136,17 +138,17 @@ class Tars(Layout):
             if self.request.captions and not captions and self.request.noun != "clips":
                 self.record_left_out(UNCAPTIONED)
                 continue
-            name = f"{piece}/{key}"
+            name = f"{partition}/{key}"
             if self.request.labels == "auto":
-                label = self.class_list.read_label(own, f"{self.request.key}={self.root}: {name}")
+                label = self.class_list.parse_label_value(own, f"{self.request.key}={self.root}: {name}")
             else:
                 label = self.resolve_label(own, key)
             yield Sample(Place(name, 0, *sample["place"]), label, captions)
 
-    def iterate_files(self) -> Iterator[str]:
-        for piece in self.list_pieces():
-            with self.files.open(piece) as file:
-                yield from (f"{piece}/{member.name}" for member in _iterate_headers(file) if member.isreg())
+    def iterate_file_names(self) -> Iterator[str]:
+        for partition in self.list_partitions():
+            with self.files.open(partition) as file:
+                yield from (f"{partition}/{member.name}" for member in _iterate_member_headers(file) if member.isreg())
 
     def read(self, place: Place) -> bytes:
         if place.size > MAX_BYTES:
@@ -154,7 +156,7 @@ class Tars(Layout):
         end = place.name.lower().index(".tar/") + len(".tar")
         return self.files.read_span(place.name[:end], place.offset, place.size)
 
-    def _group_members(self, piece: str) -> dict[str, dict[str, Any]]:
+    def _group_members_by_sample(self, shard: str) -> dict[str, dict[str, Any]]:
         """Returns what the members of a shard say of each sample, as {key: entries}. The key is the name up to the
         first dot: 0001 for both 0001.jpg and 0001.txt. The entries of a key are those of these that it has:
 
@@ -168,8 +170,8 @@ class Tars(Layout):
         members: dict[str, dict[str, Any]] = {}
         others, suffixes = Counter(), self.request.suffixes
         try:
-            with self.files.open(piece) as file:
-                for member in _iterate_headers(file):
+            with self.files.open(shard) as file:
+                for member in _iterate_member_headers(file):
                     folder, _, name = member.name.rpartition("/")
                     stem, _, suffix = name.partition(".")
                     suffix = suffix.lower()
@@ -185,7 +187,7 @@ class Tars(Layout):
                     if f".{suffix}" in suffixes:
                         self._add_sample_place(sample, f".{suffix}", member)
                     elif suffix in _TEXTS:
-                        self._add_text(sample, suffix, file, member)
+                        self._add_text_member(sample, suffix, file, member)
                     elif f".{suffix.rpartition('.')[2]}" in suffixes:
                         sample["dotted"] = member.name
                     else:
@@ -195,7 +197,7 @@ class Tars(Layout):
             raise
         except (tarfile.TarError, OSError, ValueError) as error:
             raise ConfigError(
-                f"{self.request.key}={self.root}: {piece} is no readable tar file ({error}); make it "
+                f"{self.request.key}={self.root}: {shard} is no readable tar file ({error}); make it "
                 "anew, or take it away"
             ) from None
         self.record_unread_files(others)
@@ -218,30 +220,30 @@ class Tars(Layout):
         elif not is_clip:
             self.record_left_out(f"further {self.request.noun} of a key")
 
-    def _add_text(self, sample: dict[str, Any], kind: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
+    def _add_text_member(self, sample: dict[str, Any], suffix: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Reads a .txt, .cls or .json member, and stores its captions or label in `sample`, the entries of its key.
         Does nothing if the request does not ask for these.
 
-        kind: the suffix without its dot.
+        suffix: the suffix without its dot.
         If a .txt cannot be read, stores an empty caption. If another member cannot be read, or a .cls is empty, stores
         the member's name as "damaged".
         Raises TarError if the key has two members of this kind, or if a JSON object repeats one of its keys.
         """
         wants_captions, wants_labels = self.request.captions, self.request.labels != "none"
-        if not {"txt": wants_captions, "cls": wants_labels, "json": wants_captions or wants_labels}[kind]:
+        if not {"txt": wants_captions, "cls": wants_labels, "json": wants_captions or wants_labels}[suffix]:
             return
-        if kind in sample:
+        if suffix in sample:
             raise tarfile.TarError(f"it has two members {member.name}")
         file.seek(member.offset_data)
         content = file.read(min(member.size, LONGEST_TEXT + 1))
-        sample[kind] = None
+        sample[suffix] = None
         try:
             if len(content) > LONGEST_TEXT:
                 raise ValueError(f"more than {LONGEST_TEXT} bytes")
             text = decode_text(content)
-            if kind == "txt":
+            if suffix == "txt":
                 sample["txt"] = split_lines(text) or ("",)
-            elif kind == "cls":
+            elif suffix == "cls":
                 sample["cls"] = clean_text(text) or None
                 if sample["cls"] is None:
                     sample["damaged"] = member.name
@@ -253,7 +255,7 @@ class Tars(Layout):
         except small.RepeatedKey as error:
             raise tarfile.TarError(f"{member.name}: {error}") from None
         except ValueError:
-            if kind == "txt":
+            if suffix == "txt":
                 sample["txt"] = ("",)  # a caption that cannot be read: a bad sample
             else:
                 sample["damaged"] = member.name
@@ -274,7 +276,7 @@ class _Headers:
         return self._file.read(size)
 
 
-def _iterate_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
+def _iterate_member_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yields the header of each member of a tar file, also of several tar files that were joined by `cat`.
 
     Raises TarError if a header is damaged, if headers are out of order, or if the file does not end in a block of
@@ -322,6 +324,6 @@ def _has_tar_suffix(name: str) -> bool:
 def _find_label(sample: dict[str, Any]) -> Any:
     """Returns the label of a sample from its .cls, or from its .json if there is no .cls; None if it has no label.
 
-    sample: the entries of the sample, as `Tars._group_members` returns them.
+    sample: the entries of the sample, as `Tars._group_members_by_sample` returns them.
     """
     return sample.get("cls", sample.get("label"))

@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.formats.base import Request, peek_names
+from dstrain.data.formats.base import Request, peek_folder
 from dstrain.recipe import ConfigError
 
 # Files of a CIFAR by folder: (training files, test file, file with the names of the classes).
@@ -49,13 +49,13 @@ _FOLDERS_ABOVE = 5  # so many folders above val/ are searched for the file with 
 _ENTRIES = 100  # so many entries of a folder are looked at to recognise val/
 
 
-def refuse_unconverted_data(root: str, files: Files, request: Request, forms: Iterable[tuple[str, str]]) -> None:
+def refuse_unconverted_data(root: str, files: Files, request: Request, formats: Iterable[tuple[str, str]]) -> None:
     """Raises ConfigError if a `dstrain convert` command must run before the data can be read: one that converts them,
     or one that lists ImageNet's validation images. The message has the command.
 
-    forms: (what messages call it, its folder or file below `root`) for each form of data that was found.
+    formats: (what messages call it, its folder or file below `root`) for each form of data that was found.
     """
-    for noun, place in forms:
+    for noun, place in formats:
         if kind := CONVERTED.get(noun):
             path = root if os.path.isfile(root) else "/".join(filter(None, (root.rstrip("/"), place)))
             if os.path.isfile(root) and kind.startswith("cifar"):
@@ -63,35 +63,39 @@ def refuse_unconverted_data(root: str, files: Files, request: Request, forms: It
             raise _make_conversion_error(root, noun, kind, path, request.key, files.far)
     if is_single_npz(files):
         raise _make_conversion_error(root, "the arrays of an .npz", "npz", root, request.key, files.far)
-    if request.labels == "auto" and not request.captions and find_validation_labels_file(root, files):
-        _refuse_flat_validation_folder(root, request)
+    if request.labels == "auto" and not request.captions and find_imagenet_validation_labels(root, files):
+        _refuse_flat_imagenet_validation(root, request)
 
 
-def _make_conversion_error(root: str, noun: str, kind: str, path: str, key: str, far: bool) -> ConfigError:
+def _make_conversion_error(
+    root: str, noun: str, converter: str, path: str, recipe_key: str, is_remote: bool
+) -> ConfigError:
     """Returns the error for data that must be converted first.
 
     root: the data's path, and noun: what messages call the data. The other arguments are those of
-    `describe_conversion`.
+    `describe_conversion_command`.
     """
-    return ConfigError(f"{key}={root} holds {noun}: {describe_conversion(kind, path, key, far)}")
+    return ConfigError(
+        f"{recipe_key}={root} holds {noun}: {describe_conversion_command(converter, path, recipe_key, is_remote)}"
+    )
 
 
-def describe_conversion(kind: str, path: str, key: str, far: bool = False) -> str:
+def describe_conversion_command(converter: str, path: str, recipe_key: str, is_remote: bool = False) -> str:
     """Returns the remedy for a message: the command that converts the data, and what the recipe must then say.
 
-    kind: the kind of data, as `dstrain convert` calls it.
+    converter: the kind of data, as `dstrain convert` calls it.
     path: the path of the data.
-    key: the recipe key that names the data.
-    far: True if the data are at an address, and must be copied to a disk first.
+    recipe_key: the key that names the data.
+    is_remote: True if the data are at an address, and must be copied to a disk first.
     """
     name = os.path.basename(path.rstrip("/").removesuffix("/raw")) or "data"
-    out = f"{kind if kind.startswith('cifar') else os.path.splitext(name)[0]}-shards"
-    copied = "copy them to a disk, and " if far else ""
-    command = f"dstrain convert {kind} {shlex.quote(path)} --out {shlex.quote(out)}"
-    return f"{copied}convert them once with `{command}`, then give {key}={out}"
+    out = f"{converter if converter.startswith('cifar') else os.path.splitext(name)[0]}-shards"
+    copied = "copy them to a disk, and " if is_remote else ""
+    command = f"dstrain convert {converter} {shlex.quote(path)} --out {shlex.quote(out)}"
+    return f"{copied}convert them once with `{command}`, then give {recipe_key}={out}"
 
 
-def _refuse_flat_validation_folder(root: str, request: Request) -> None:
+def _refuse_flat_imagenet_validation(root: str, request: Request) -> None:
     """Raises ConfigError for ImageNet's validation images without class folders, with the command that lists them."""
     table = f"{root.rstrip('/')}.csv"
     remedy = f"then give {request.key}={table}"
@@ -105,18 +109,18 @@ def _refuse_flat_validation_folder(root: str, request: Request) -> None:
 
 def is_single_npz(files: Files) -> bool:
     """Returns whether the data are a single file whose name ends in .npz."""
-    names = peek_names(files)
+    names = peek_folder(files)
     return len(names) == 1 and names[0][0].lower().endswith(".npz") and not names[0][1]
 
 
-def find_validation_labels_file(root: str, files: Files | None = None) -> Path | None:
+def find_imagenet_validation_labels(root: str, files: Files | None = None) -> Path | None:
     """Returns the file with the labels of ImageNet's validation images. Looks in their folder `root` and in the five
     folders above it, and takes the nearest.
 
     Returns None if there is no such file, if `root` does not hold these images without class folders, or if `files` are
     not on this machine.
     """
-    if (files is not None and not isinstance(files, LocalFiles)) or not is_flat_validation_folder(root):
+    if (files is not None and not isinstance(files, LocalFiles)) or not is_flat_imagenet_validation_folder(root):
         return None
     path = Path(root).resolve()
     for place in [path, *path.parents[:_FOLDERS_ABOVE]]:
@@ -126,7 +130,7 @@ def find_validation_labels_file(root: str, files: Files | None = None) -> Path |
     return None
 
 
-def is_flat_validation_folder(root: str | Path) -> bool:
+def is_flat_imagenet_validation_folder(root: str | Path) -> bool:
     """Returns whether a folder holds ImageNet's validation images without class folders: one of its first 100 entries
     has a name such as ILSVRC2012_val_00000001.JPEG. Returns False if the folder cannot be listed.
     """

@@ -15,9 +15,9 @@ from dstrain.data.files.listing import METADATA, convert_oserror_to_config_error
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, iterate_zip_members, read_zip_member
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_names
-from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, name_classes_by_number, parse_labels
-from dstrain.data.formats.splits import refuse_split_names
+from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_folder
+from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, name_classes_by_number, parse_dataset_json_labels
+from dstrain.data.formats.splits import refuse_split_folders_in_archive
 from dstrain.data.formats.tars import MAX_BYTES
 from dstrain.disk import small
 from dstrain.recipe import ConfigError
@@ -32,17 +32,17 @@ class Zips(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self.name = peek_names(files)[0][0]
+        self.name = peek_folder(files)[0][0]
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        names = peek_names(files)
+        names = peek_folder(files)
         return len(names) == 1 and names[0][0].lower().endswith(".zip") and not names[0][1]
 
-    def list_pieces(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         return [self.name]
 
-    def iterate_samples(self, piece: str) -> Iterator[Sample]:
+    def iterate_samples(self, partition: str) -> Iterator[Sample]:
         """Yields the samples of the zip file, in the order in which the unpacked folder would have them.
 
         Raises ConfigError if the file is no zip file or a damaged one, if a member is encrypted or compressed by an
@@ -50,22 +50,22 @@ class Zips(Layout):
         """
         try:
             with convert_oserror_to_config_error(self.root, self.request.key):
-                members, labels, top = self._list_members_and_labels(piece)
+                members, labels, top = self._list_members_and_labels(partition)
             members.require_no_overlap()
         except Missing:
             raise
         except ConfigError as error:
-            raise self._make_error(f"{piece} cannot be read: {error}; pack it anew") from None
+            raise self._make_config_error(f"{partition} cannot be read: {error}; pack it anew") from None
         names = [name[len(top) :] for name in members.names]
         if labels is None or self.request.labels != "auto":
-            refuse_split_names(names, f"{self.request.key}={self.root}")
+            refuse_split_folders_in_archive(names, f"{self.request.key}={self.root}")
         if labels is None and self.request.labels == "auto":
-            by_name = self._make_class_rule(names)
+            by_name = self._make_class_lookup(names)
             order = sorted(range(len(names)), key=lambda place: names[place].replace("/", "\0", 1))
         else:
             labels = labels or {}
             if missing := [name for name in names if labels and name not in labels]:
-                raise self._make_error(
+                raise self._make_config_error(
                     f"{LABELS} has no label of {join_first(missing, 1)}, of {len(names)} {self.request.noun}: "
                     "pack it anew"
                 )
@@ -81,14 +81,14 @@ class Zips(Layout):
                 Place(name, 0, members.offsets[place], members.packed[place]), self.resolve_label(by_name(name), name)
             )
 
-    def iterate_files(self) -> Iterator[str]:
+    def iterate_file_names(self) -> Iterator[str]:
         with self.files.open(self.name) as file:
             yield from (f"{self.name}/{member.orig_filename}" for member in iterate_zip_members(file))
 
     def read(self, place: Place) -> bytes:
         return read_zip_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
-    def _list_members_and_labels(self, piece: str) -> tuple[Members, dict[str, int] | None, str]:
+    def _list_members_and_labels(self, zip_name: str) -> tuple[Members, dict[str, int] | None, str]:
         """Returns three things: the members that are samples; {name: label} from dataset.json, or None without it; and
         the folder that holds all samples, "" or a path that ends in a slash.
 
@@ -97,7 +97,7 @@ class Zips(Layout):
         """
         members, tables, top, others = Members(), [], None, Counter()
         stems, texts = set(), []  # of samples, and of files that may be their captions
-        with self.files.open(piece) as file:
+        with self.files.open(zip_name) as file:
             for member in iterate_zip_members(file):
                 name = member.orig_filename
                 folders, is_sample = name.split("/"), name.lower().endswith(self.request.suffixes)
@@ -140,7 +140,7 @@ class Zips(Layout):
         top = next(
             (
                 folder
-                for folder in _list_folder_and_parents(top)
+                for folder in _iterate_parents_and_folder(top)
                 if any(folder + LABELS == table.orig_filename for table in tables)
             ),
             top,
@@ -153,41 +153,43 @@ class Zips(Layout):
                 size, packed = table.file_size, table.compress_size
                 if size > MAX_LABELS_BYTES:
                     raise ConfigError(f"its {LABELS} has {size:,} bytes")
-                content = read_zip_member(self.files, piece, table.header_offset, packed, max(size, packed))
+                content = read_zip_member(self.files, zip_name, table.header_offset, packed, max(size, packed))
                 try:
-                    labels = parse_labels(small.parse_unambiguous_json(content), self.root, self.request.key)
+                    labels = parse_dataset_json_labels(
+                        small.parse_unambiguous_json(content), self.root, self.request.key
+                    )
                 except ValueError as error:
                     raise ConfigError(f"its {LABELS} cannot be read ({error})") from None
         return members, labels, top
 
-    def _make_class_rule(self, names: list[str]) -> Any:
+    def _make_class_lookup(self, sample_names: list[str]) -> Any:
         """Returns a function that takes a sample's name and returns its class, which is the name's first folder. Sets
         `classes` to these folders. If no name has a folder, the function always returns None.
 
         Raises ConfigError if some names have a folder, and others have none.
         """
-        classes = sorted({name.partition("/")[0] for name in names if "/" in name})
+        classes = sorted({name.partition("/")[0] for name in sample_names if "/" in name})
         if not classes:
             return lambda name: None
-        if flat := next((name for name in names if "/" not in name), None):
-            raise self._make_error(
+        if flat := next((name for name in sample_names if "/" not in name), None):
+            raise self._make_config_error(
                 f"{self.request.noun} ({flat}) beside class folders ({join_first(classes)}): is this one "
                 "class or several? Pack a folder with a folder for each class, or with a dataset.json"
             )
         self.classes = tuple(classes)
         return lambda name: name.partition("/")[0]
 
-    def _make_error(self, text: str) -> ConfigError:
+    def _make_config_error(self, text: str) -> ConfigError:
         return ConfigError(f"{self.request.key}={self.root}: {text}")
 
 
-def _find_common_folder(one: str, other: str) -> str:
+def _find_common_folder(folder: str, other_folder: str) -> str:
     """Returns the innermost folder that contains both folders. Each ends in a slash, except the root, which is ""."""
-    common = os.path.commonpath([one, other])
+    common = os.path.commonpath([folder, other_folder])
     return f"{common}/" if common else ""
 
 
-def _list_folder_and_parents(folder: str) -> Iterator[str]:
+def _iterate_parents_and_folder(folder: str) -> Iterator[str]:
     """Yields the root and every folder on the way to `folder`, which is the last: "", "a/", "a/b/" for "a/b/"."""
     words = folder.split("/")[:-1]
     return ("".join(f"{word}/" for word in words[:count]) for count in range(len(words) + 1))

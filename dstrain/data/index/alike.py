@@ -99,11 +99,11 @@ def _describe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str,
     """Returns a description of the data's files on this machine, for a comparison with rank 0's.
 
     "watched": the argument `stats`.
-    "parts": the names of the layout's pieces, such as shards; [] if each sample is a file of its own.
+    "parts": the names of the layout's partitions, such as shards; [] if each sample is a file of its own.
     "files": {name: (bytes, hash of both ends)} of at most 10,000 evenly spaced files. Only about 256 of them are
     hashed; for the others, the hash is "".
     """
-    pieces = [] if index.single else layout.list_pieces()
+    pieces = [] if index.single else layout.list_partitions()
     count = len(index) if index.single else len(pieces)
     numbers = np.unique(np.linspace(0, count - 1, min(count, _SIZED)).astype(int)).tolist()
     names = [index.read_name(number) if index.single else pieces[number] for number in numbers]
@@ -160,7 +160,7 @@ def _iterate_differences(layout: Layout, index: Index) -> Iterator[str]:
     """Lists the data on this machine anew, and yields in words each difference from the samples in the index."""
     own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
     row = 0
-    for piece in own.list_pieces():
+    for piece in own.list_partitions():
         for sample in own.iterate_samples(piece):
             if row % CHUNK == 0:
                 get_phases().enter_phase(

@@ -258,7 +258,7 @@ def _list_watched_names(layout: Layout, index: Index) -> list[str]:
 
 def _list_samples_in_memory(layout: Layout) -> Index | None:
     """Lists the samples, and returns their index in memory; None as soon as there are more than 50,000 samples."""
-    pieces = layout.list_pieces()
+    pieces = layout.list_partitions()
     columns = Columns(classes=layout.classes)
     for piece in pieces:
         for sample in layout.iterate_samples(piece):
@@ -274,7 +274,7 @@ def _list_samples_on_disk(layout: Layout, folder: Path) -> Index:
     command was interrupted and the data are still the same, goes on where it stopped.
     """
     layout.notes.clear()  # They may be those of a listing in memory.
-    building, pieces = _name_unfinished_folder(folder), layout.list_pieces()
+    building, pieces = _name_unfinished_folder(folder), layout.list_partitions()
     watch_list = _choose_watched_names(layout)
     _wait_until_clock_passes(stats := _read_stats(layout, watch_list))
     plan = {

@@ -110,7 +110,7 @@ class Indexed(Source):
 
     def describe_samples(self) -> str:
         remarks = filter(
-            None, (super().describe_samples(), _describe_alike_classes(self.classes), self.layout.compose_advice())
+            None, (super().describe_samples(), _describe_alike_classes(self.classes), self.layout.compose_data_advice())
         )
         return "; ".join(remarks)
 
@@ -164,15 +164,15 @@ class Indexed(Source):
 
     def _count_files(self) -> int:
         """Returns the number of files of the data. If each sample is a file, this is the number of samples; else it is
-        the number of the layout's pieces, such as shards.
+        the number of the layout's partitions, such as shards.
         """
-        return len(self) if self.index.single else len(self.layout.list_pieces())
+        return len(self) if self.index.single else len(self.layout.list_partitions())
 
     def _iterate_files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
         """Yields the names of the files with these numbers, as lists of at most 65,536. A file is one sample, or, if
-        files hold several samples, a piece of the layout, such as a shard.
+        files hold several samples, a partition of the layout, such as a shard.
         """
-        pieces = [] if self.index.single else self.layout.list_pieces()
+        pieces = [] if self.index.single else self.layout.list_partitions()
         for start in range(0, len(numbers), CHUNK):
             some = numbers[start : start + CHUNK]
             yield [self.name_sample(int(number)) if self.index.single else pieces[number] for number in some]

@@ -92,7 +92,7 @@ def test_webdataset(tmp_path, plain):
     layout = whole.layout
     for _ in (0, 1):  # as when a large index moves to a disk
         layout.notes.clear()
-        assert sum(1 for part in layout.list_pieces() for _ in layout.iterate_samples(part)) == len(whole)
+        assert sum(1 for part in layout.list_partitions() for _ in layout.iterate_samples(part)) == len(whole)
         assert layout.list_watched_files() and layout.left_out == {UNCAPTIONED: 5}
     (tmp_path / "shards" / "out-00002.tar").rename(tmp_path / "LAST.TAR")
     assert len(last := open_images(tmp_path / "LAST.TAR", 16)) == len(files) - 10 and last[0]
@@ -135,7 +135,7 @@ def test_tars_of_others(tmp_path):
         layout = recognise_layout(str(tmp_path), LocalFiles(tmp_path), Request(suffixes, **more))
         return [
             (sample.place.name, sample.label, sample.captions, layout.read(sample.place))
-            for part in layout.list_pieces()
+            for part in layout.list_partitions()
             for sample in layout.iterate_samples(part)
         ]
 

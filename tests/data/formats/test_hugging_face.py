@@ -139,14 +139,14 @@ def test_images_that_are_stored_as_they_are_are_read_by_their_bytes(tmp_path, pl
     ):
         root = FORMS[form](tmp_path / form, content)
         layout = recognise_layout(str(root), LocalFiles(root), Request(SUFFIXES))
-        samples = [sample for part in layout.list_pieces() for sample in layout.iterate_samples(part)]
+        samples = [sample for part in layout.list_partitions() for sample in layout.iterate_samples(part)]
         assert [sample.place.size >= 0 for sample in samples] == [by_bytes] * 21
         for sample, image in zip(samples, content["image"].to_pylist()):
             if by_bytes:
                 file = (root / sample.place.name.rpartition("/")[0]).read_bytes()
                 assert file[sample.place.offset : sample.place.offset + sample.place.size] == image["bytes"]
         assert (
-            layout.compose_advice() == "files of other splits are not among them, test 1"
+            layout.compose_data_advice() == "files of other splits are not among them, test 1"
         )  # row groups are small here
 
 
@@ -285,7 +285,7 @@ for number in range(int(sys.argv[1])):
     path.write_bytes(broken)
     try:
         layout = recognise_layout(str(root), LocalFiles(root), Request((".png",), captions=True))
-        for part in layout.list_pieces():
+        for part in layout.list_partitions():
             for sample in layout.iterate_samples(part):
                 layout.read(sample.place)
     except Exception as error:
@@ -303,7 +303,7 @@ peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
 for root in sys.argv[1:]:
     layout = recognise_layout(root, LocalFiles(root), Request((".png",)))
     before = peak()
-    samples = [sample for part in layout.list_pieces() for sample in layout.iterate_samples(part)]
+    samples = [sample for part in layout.list_partitions() for sample in layout.iterate_samples(part)]
     listed, error = peak(), ""
     try:
         layout.read(samples[-1].place)

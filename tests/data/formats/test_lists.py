@@ -57,7 +57,7 @@ def rows_of(root: Path, path: str = "path", label: str = "label", caption: str =
 
 def listed(path: Path, request: Request = CAPTIONED) -> list:
     layout = recognise_layout(str(path), LocalFiles(path), request)
-    return [sample for part in layout.list_pieces() for sample in layout.iterate_samples(part)]
+    return [sample for part in layout.list_partitions() for sample in layout.iterate_samples(part)]
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def read(path: Path, captions: bool = False, **request) -> str:
             continue
         words.append(f"{int(item['image'][0, 0, 0])}" + (f":{source.classes[item['label']]}" if source.classes else ""))
         words[-1] += f"={unpack_captions(item['caption'][None])[0]}" if captions else ""
-    return " ".join(words) + (f"; {source.layout.compose_advice()}" if source.layout.compose_advice() else "")
+    return " ".join(words) + (f"; {source.layout.compose_data_advice()}" if source.layout.compose_data_advice() else "")
 
 
 # B16: the first part speaks for all.

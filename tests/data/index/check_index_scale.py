@@ -40,7 +40,7 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     request = Request(SUFFIXES)
     files = open_data_files(str(root), request)
     layout = Folders(str(root), files, request)
-    names = [sample.place.name for part in layout.list_pieces() for sample in layout.iterate_samples(part)]
+    names = [sample.place.name for part in layout.list_partitions() for sample in layout.iterate_samples(part)]
     encoded = [name.encode() for name in names]
     length, labels = len(encoded[0]), np.array([int(name[1]) for name in names], np.int32)
     hashes = np.array([hash_name(name) for name in encoded], np.uint64)

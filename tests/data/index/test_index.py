@@ -340,7 +340,7 @@ class Bundle(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         return any(name == "bundle.jsonl" for name, _ in files.list_names())
 
-    def list_pieces(self) -> list[str]:
+    def list_partitions(self) -> list[str]:
         return ["bundle.bin"]
 
     def iterate_samples(self, part: str) -> Iterator[Sample]:

@@ -13,7 +13,7 @@ import torch
 from dstrain import rng
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.decode.clips import Cut
-from dstrain.data.formats.clips import read_captions
+from dstrain.data.formats.clips import read_captions_file
 from dstrain.data.open import open_sources, require_contents
 from dstrain.data.order import Order
 from dstrain.data.source import BadSample, stack_texts
@@ -386,9 +386,9 @@ def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
 def test_what_a_captions_file_may_hold(tmp_path):
     """Oracle: by hand: a byte order mark, Windows line ends, tabs in captions, half a surrogate pair."""
     (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfa.mp4\tone\ttwo\r\nb.mp4\tthree\r\n")
-    assert read_captions(tmp_path / "a.txt") == {"a.mp4": "one\ttwo", "b.mp4": "three"}
+    assert read_captions_file(tmp_path / "a.txt") == {"a.mp4": "one\ttwo", "b.mp4": "three"}
     (tmp_path / "a.jsonl").write_text('{"file": "a", "caption": "x \\ud800"}')
-    assert read_captions(tmp_path / "a.jsonl") == {"a": "x ?"}
+    assert read_captions_file(tmp_path / "a.jsonl") == {"a": "x ?"}
 
 
 def test_still_pictures_are_named(tmp_path):
