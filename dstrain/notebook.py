@@ -16,7 +16,7 @@ from dstrain.recipe import ConfigError, Run, trust
 from dstrain.runs import trained
 from dstrain.runs.weights import read_adapted_weights
 from dstrain.sampling.draw import draw_all_samples, score_batches
-from dstrain.sampling.requests import make_request
+from dstrain.sampling.requests import make_sampling_request
 from dstrain.systems.base import System
 
 _EXPORTED = "recipe.yaml"  # what `export --format safetensors` writes beside the weights
@@ -72,7 +72,7 @@ class TrainedRun:
         if images is None and self.system.starts_from_data and self.system.generates:
             kind = "image embeddings" if self.system.takes_embeddings else "smaller pictures"
             raise ConfigError(f"{self.folder} draws from {kind}: give them as images=, uint8 (N, C, H, W), or (N, D)")
-        request, _ = make_request(
+        request, _ = make_sampling_request(
             self.recipe.samples,
             self.system,
             num,

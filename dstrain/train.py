@@ -27,7 +27,7 @@ from dstrain.engine.recovery import Divergence
 from dstrain.engine.settings import list_remarks, read_precision
 from dstrain.engine.start import start_group
 from dstrain.metrics.in_training import Quality, build_and_prepare_quality
-from dstrain.nn.sequence import share_tokens
+from dstrain.nn.sequence import share_tokens_among_ranks
 from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
@@ -265,7 +265,7 @@ def take_step(
         rng.seed_torch(run.seed, step + shift, micro * group.world() + group.rank())  # dropout is torch's own
         for part in system.turns(step):  # ("denoiser",) or ("autoencoder", "discriminator")
             # This part is live, the others are bare and frozen; ranks that share samples cut their tokens.
-            with engines.freeze_all_but(part) as nets, share_tokens(group.get_neighbour_group(sequence)):
+            with engines.freeze_all_but(part) as nets, share_tokens_among_ranks(group.get_neighbour_group(sequence)):
                 terms = system.loss(part, nets, example)
                 engines.learn(part, terms["loss"])  # DeepSpeed updates on the last micro-batch
             terms = {name: term.detach() for name, term in terms.items()}

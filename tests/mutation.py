@@ -333,8 +333,8 @@ MISTAKES = [
     (
         "a mask upside down",
         "dstrain/systems/dit/network.py",
-        "order_as_gathered(read, patches, 1)",
-        "order_as_gathered(~read, patches, 1)",
+        "reorder_like_gathered_slices(read, patches, 1)",
+        "reorder_like_gathered_slices(~read, patches, 1)",
         f"{SD3}::test_masked_words_are_not_read",
     ),
     (

@@ -34,7 +34,7 @@ from dstrain.distributed.progress import Bar
 from dstrain.encoders.precision import choose_dtype, require_precision, use_precision
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
-from dstrain.sampling.draw import Means, require_valid_scores
+from dstrain.sampling.draw import Means, require_valid_evaluation_terms
 from dstrain.systems.base import System
 from dstrain.tracking import figures
 
@@ -148,7 +148,7 @@ def measure_system_on_source(
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
             terms = system.measure(networks, system.encode(samples), num_steps, _make_progress_function(bar, rounds))
-            require_valid_scores(system, terms, len(valid))
+            require_valid_evaluation_terms(system, terms, len(valid))
             means.add_terms(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
     result = means.average_over_ranks()

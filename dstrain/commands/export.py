@@ -33,7 +33,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.encoders.autoencoder import hash_network
 from dstrain.engine.checkpoint import read_weights
-from dstrain.nn.lora import Lora, convert_adapters_to_peft, merge_adapters
+from dstrain.nn.lora import Lora, convert_adapters_to_peft, merge_adapters_into_weights
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
@@ -191,7 +191,7 @@ def _read_merged_weights(checkpoint: Path, part: str, kind: str, lora: Lora | No
     the adapters into the weights.
     """
     weights = read_weights(checkpoint, part, kind)
-    return merge_adapters(weights, lora) if lora else weights
+    return merge_adapters_into_weights(weights, lora) if lora else weights
 
 
 def _export_adapters(

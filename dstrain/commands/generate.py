@@ -27,9 +27,9 @@ from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
 from dstrain.runs.trained import load_guide, require_outside_run_folders
-from dstrain.sampling.draw import count_class_columns, draw_all_samples, draw_samples_in_rounds
+from dstrain.sampling.draw import count_grid_columns_by_class, draw_all_samples, draw_samples_in_rounds
 from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_samples_folder, require_unused_folder
-from dstrain.sampling.requests import OPTIONS, choose_conditions, make_request
+from dstrain.sampling.requests import OPTIONS, choose_conditions, make_sampling_request
 from dstrain.sampling.scenes import (
     Length,
     assign_frames_to_scenes,
@@ -123,7 +123,7 @@ def _write_samples(
         about = About(
             options.num,
             options.seed,
-            count_class_columns(request),
+            count_grid_columns_by_class(request),
             request.conditions.get("label"),
             captions,
             assign_frames_to_scenes(options.scenes, clip) if options.scenes and clip else None,
@@ -342,7 +342,7 @@ def _make_request(
         prompts, option = options.scenes[:1], "--scenes: "
     chosen = {name: getattr(options, name) for name in ("num_steps", "size", "negative_prompt", *CHOICES)}
     with reword_errors(f"{option}{options.folder}: ", OPTIONS):
-        request, captions = make_request(
+        request, captions = make_sampling_request(
             run.samples,
             system,
             options.num,

@@ -16,10 +16,10 @@ from dstrain.engine.settings import read_precision, read_stage, resolve_settings
 from dstrain.planning.advice import (
     MAX_RANKS,
     Case,
-    find_estimate_with_more_gpus,
+    find_fit_with_more_gpus,
     find_fit_with_shared_samples,
-    find_smallest_change,
-    search_choices,
+    find_smallest_fitting_change,
+    search_fitting_estimates,
 )
 from dstrain.planning.counts import Layout
 from dstrain.planning.estimate import EFFICIENCY, LAUNCHES, Estimate, describe_memory, find_changed_choices, format_json
@@ -105,15 +105,19 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
     change = (
         None
         if estimate.fits
-        else find_smallest_change(estimate, case)
+        else find_smallest_fitting_change(estimate, case)
         or find_fit_with_shared_samples(case)
-        or find_estimate_with_more_gpus(case)
+        or find_fit_with_more_gpus(case)
     )
     if json:
         advised = (
-            None if change is None else change.list_figures() | {"changes": find_changed_choices(estimate, change)}
+            None
+            if change is None
+            else change.collect_cost_figures() | {"changes": find_changed_choices(estimate, change)}
         )
-        return format_json(estimate.list_figures() | ({} if estimate.fits else {"advice": advised})), estimate.fits
+        return format_json(
+            estimate.collect_cost_figures() | ({} if estimate.fits else {"advice": advised})
+        ), estimate.fits
     lines = [
         *_describe_run(estimate),
         *_describe_memory_of_device(estimate),
@@ -132,9 +136,11 @@ def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
     on stderr as soon as it is known.
     """
     print(_HEAD, file=sys.stderr, flush=True)
-    estimates = search_choices(case, lambda tried: print(_format_estimate_row(tried), file=sys.stderr, flush=True))
+    estimates = search_fitting_estimates(
+        case, lambda tried: print(_format_estimate_row(tried), file=sys.stderr, flush=True)
+    )
     if json:
-        return format_json([estimate.list_figures() for estimate in estimates]), bool(estimates)
+        return format_json([estimate.collect_cost_figures() for estimate in estimates]), bool(estimates)
     if not estimates:
         return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
     lines = [
@@ -155,7 +161,7 @@ def _format_estimate_row(estimate: Estimate) -> str:
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
     return (
         f"{read_stage(estimate.settings):>5} {estimate.micro_batch:>6} {accumulation:>8} "
-        f"{estimate.list_choices()['model.recompute']:>10} {estimate.device_bytes / 1e9:>8.2f} {free / 1e9:>8.2f} "
+        f"{estimate.collect_choices()['model.recompute']:>10} {estimate.device_bytes / 1e9:>8.2f} {free / 1e9:>8.2f} "
         f"{speed}"
         + (f"  parallel.sequence={estimate.run.parallel.sequence}" if estimate.run.parallel.sequence > 1 else "")
         + ("" if estimate.fits else "  does not fit")
@@ -178,11 +184,11 @@ def _describe_run(estimate: Estimate) -> list[str]:
         f"batch {run.batch.global_:,} = {estimate.layout.world // sequence:,} {each} x {estimate.micro_batch} x "
         f"{settings['gradient_accumulation_steps']}"
     )
-    host = [name for name, value in estimate.list_choices().items() if value == "cpu"]
+    host = [name for name, value in estimate.collect_choices().items() if value == "cpu"]
     return [
         f"{run.name} on {_name_machines(estimate)}",
         f"stage {read_stage(settings)}, {read_precision(settings)}, {sizes}, recompute "
-        f"{estimate.list_choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
+        f"{estimate.collect_choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
         "weights    "
         + ", ".join(f"{part} {_format_number(number)}" for part, number in estimate.counts.weights.items()),
     ]
@@ -243,7 +249,7 @@ def _list_launch_warnings(estimate: Estimate) -> list[str]:
 
 def _describe_whole_run(estimate: Estimate) -> list[str]:
     """Returns lines on the speed, the duration and the energy of the whole run, and on the size of a checkpoint."""
-    run, time, figures = estimate.run, estimate.time, estimate.list_figures()
+    run, time, figures = estimate.run, estimate.time, estimate.collect_cost_figures()
     checkpoint = f"checkpoint {_format_number(estimate.counts.checkpoint)}B"
     if time is None:
         return ["", f"{checkpoint}; no times, since --gpu names no chip"]

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from dstrain import rng
 from dstrain.data.batches import Batches, copy_batch_to_device
 from dstrain.recipe import ConfigError, Run, reword_errors
-from dstrain.sampling.draw import require_valid_samples, require_valid_scores, set_eval_mode
+from dstrain.sampling.draw import require_valid_evaluation_terms, require_valid_samples, set_eval_mode
 from dstrain.sampling.grids import make_grid_request
 from dstrain.systems.base import Batch, Example, Nets, System
 
@@ -279,7 +279,7 @@ def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) 
     place = f"{run.system}: evaluate"
     with _explain_id_errors(place, {}, example["key"].device):
         terms = system.evaluate(networks, example)
-    require_valid_scores(system, terms, _SAMPLES)
+    require_valid_evaluation_terms(system, terms, _SAMPLES)
     if run.save.best is True and "loss" not in terms:
         raise ConfigError(
             f'{place} returns no "loss" (it returns {", ".join(terms)}), by which save.best=true chooses: return it, '

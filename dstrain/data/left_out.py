@@ -6,7 +6,7 @@ import numpy as np
 
 from dstrain.data.source import Source, sample_captions
 from dstrain.recipe import ConfigError, Data
-from dstrain.recipe.patterns import match_caption
+from dstrain.recipe.patterns import match_patterns_to_caption
 
 
 def match_captions(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -> np.ndarray:
@@ -17,7 +17,7 @@ def match_captions(captions: Sequence[Sequence[str]], patterns: Sequence[str]) -
     fits = np.zeros((len(patterns), len(captions)), bool)
     for place, texts in enumerate(captions):
         for text in texts:
-            fits[:, place] |= match_caption(patterns, text)
+            fits[:, place] |= match_patterns_to_caption(patterns, text)
     return fits
 
 

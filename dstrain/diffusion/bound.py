@@ -39,7 +39,7 @@ def measure_variational_bound(
         diffusion if whole else diffusion.respace(schedule.make_even_respacing_spec(diffusion.num_timesteps, num_steps))
     )
 
-    def draw_noise(i):
+    def draw_noise(i: int) -> Tensor:
         """Returns noise (B, C, H, W) from stream i of the samples' keys; i = 0 belongs to the last timestep."""
         return rng.normal(key, f"bound/{i}", tuple(x_start.shape[1:]))
 

@@ -76,6 +76,6 @@ def stratify_uniforms(uniforms: Tensor, position: Tensor, step: Tensor | None, s
     return ((number % strata + uniforms) / strata).clamp(max=_LARGEST)
 
 
-def compute_dimension_shift(num_values: int) -> float:
+def compute_time_shift_by_dimension(num_values: int) -> float:
     """Returns the time shift of a flow whose input has `num_values` numbers: sqrt(num_values / 4096), as in RAE."""
     return math.sqrt(num_values / REFERENCE_VALUES)

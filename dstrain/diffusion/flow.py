@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion.densities import DENSITIES
-from dstrain.diffusion.gaussian import Network, Noise, Progress, cast_output
+from dstrain.diffusion.gaussian import Network, Noise, Progress, upcast_output_to_float32
 from dstrain.diffusion.interpolant import PATHS, Interpolant, compute_time_of_noise_ratio
 from dstrain.diffusion.schedule import LARGEST_NOISE, make_noise_levels_after_first_step
 from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, run_solver
@@ -87,7 +87,7 @@ class FlowMatching:
         """Returns the network's prediction at x_t (B, C, ...) and times t (B,), in x_t's shape. The network gets t *
         time_scale. Output channels beyond C are dropped, and bfloat16 and float16 become float32.
         """
-        return cast_output(network(x_t, t * self.time_scale))[:, : x_t.shape[1]]
+        return upcast_output_to_float32(network(x_t, t * self.time_scale))[:, : x_t.shape[1]]
 
     def predict_velocity(self, network: Network, x_t: Tensor, t: Tensor) -> Tensor:
         """Returns the velocity at x_t (B, C, ...) and times t (B,), in x_t's shape: calls the network and converts its
@@ -108,13 +108,13 @@ class FlowMatching:
         """Returns standard normal noise multiplied by noise_scale."""
         return noise if self.noise_scale == 1 else noise * self.noise_scale
 
-    def compute_noise_ratio(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """Returns sigma / alpha of the path, (B, 1, ...) with as many axes as x_t. `scaled` (B,) are times as the
+    def compute_noise_ratio(self, x_t: Tensor, scaled_t: Tensor) -> Tensor:
+        """Returns sigma / alpha of the path, (B, 1, ...) with as many axes as x_t. `scaled_t` (B,) are times as the
         network sees them, t * time_scale.
         """
         if self.interpolant.path == "linear":
-            return (scaled / (self.time_scale - scaled)).view(-1, *(1,) * (x_t.ndim - 1))
-        alpha, sigma, _, _ = self.interpolant.compute_coefficients(scaled / self.time_scale, x_t)
+            return (scaled_t / (self.time_scale - scaled_t)).view(-1, *(1,) * (x_t.ndim - 1))
+        alpha, sigma, _, _ = self.interpolant.compute_coefficients(scaled_t / self.time_scale, x_t)
         return sigma / alpha
 
     def make_time_grid(
@@ -176,7 +176,7 @@ class FlowMatching:
         if sampler in ("euler", "heun"):
             return self.integrate_ode(network, x, grid, sampler, progress)
         denoise = _Denoiser(self, network)
-        levels = [*map(denoise.make_level, grid[:-1].tolist()), Level.make_data_level()]
+        levels = [*map(denoise.make_noise_level, grid[:-1].tolist()), Level.make_noise_free_level()]
         return run_solver(sampler, denoise, levels, x, draw_scaled_noise, eta, progress)
 
     def invert(
@@ -257,7 +257,7 @@ class FlowMatching:
             at = grid[step].expand(len(x))
             if last == "tweedie":
                 return self.interpolant.convert_prediction(self.call_network(network, x, at), x, at, "x")
-            rate = 0.5 * eta * self.compute_coefficient_over_sigma(here) if last != "euler" else 0.0
+            rate = 0.5 * eta * self.compute_sde_coefficient_over_sigma(here) if last != "euler" else 0.0
             added = 0.0
             if rate and last == "none":
                 added = math.sqrt(2 * rate * self.interpolant.compute_alpha_and_sigma(here)[1] * length) * noise(step)
@@ -274,7 +274,7 @@ class FlowMatching:
                 velocity, eps = self._predict_velocity_and_eps(
                     network, x - length * change, grid[step + 1].expand(len(x))
                 )
-                change = (change + velocity + 0.5 * eta * self.compute_coefficient_over_sigma(there) * eps) / 2
+                change = (change + velocity + 0.5 * eta * self.compute_sde_coefficient_over_sigma(there) * eps) / 2
             x = x - length * change
         return x
 
@@ -283,7 +283,7 @@ class FlowMatching:
         out = self.call_network(network, x, t)
         return [self.interpolant.convert_prediction(out, x, t, wanted) for wanted in ("velocity", "eps")]
 
-    def compute_coefficient_over_sigma(self, t: float) -> float:
+    def compute_sde_coefficient_over_sigma(self, t: float) -> float:
         """Returns the SDE's coefficient (one of COEFFICIENTS, without eta) divided by sigma, at time t."""
         alpha, sigma, alpha_slope, sigma_slope = PATHS[self.interpolant.path](torch.tensor(t, dtype=torch.float64))
         if self.coefficient == "sbdm":
@@ -313,13 +313,13 @@ class _Denoiser:
     def __init__(self, flow: FlowMatching, network: Network) -> None:
         self.flow, self.network = flow, network
 
-    def make_level(self, t: float) -> Level:
+    def make_noise_level(self, t: float) -> Level:
         """Returns the noise level at time t in [0, 1]."""
         return Level(*self.flow.interpolant.compute_alpha_and_sigma(t), t)
 
-    def find_nearest_level(self, noise_ratio: float) -> Level:
+    def find_nearest_noise_level(self, noise_ratio: float) -> Level:
         """Returns the noise level whose sigma / alpha is `noise_ratio`. A flow has one for every ratio."""
-        return self.make_level(compute_time_of_noise_ratio(self.flow.interpolant.path, noise_ratio))
+        return self.make_noise_level(compute_time_of_noise_ratio(self.flow.interpolant.path, noise_ratio))
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
         t = x.new_full((len(x),), level.time)

@@ -57,15 +57,15 @@ def measure_likelihood(
         x = x + length * (first + second) / 2
         divergences.append((divergence + later) / 2)
 
-    def convert_to_bits(nats):
+    def convert_nats_to_bits_per_dim(nats: Tensor) -> Tensor:
         """Converts nats of a whole sample to bits per dimension."""
         return nats / (math.prod(shape) * math.log(2))
 
     constant = math.log(2 * math.pi) + 2 * math.log(flow.noise_scale)
     normal = 0.5 * ((x / flow.noise_scale).square() + constant).flatten(1).sum(dim=1)  # -log p(x_1)
     prior, curve = (
-        convert_to_bits(normal) - math.log2(_LEVEL),
-        convert_to_bits(torch.stack(divergences, dim=1)),
+        convert_nats_to_bits_per_dim(normal) - math.log2(_LEVEL),
+        convert_nats_to_bits_per_dim(torch.stack(divergences, dim=1)),
     )  # (B,), (B, K)
     timestep = (500 * (grid[1:] + grid[:-1])).round().long().expand(len(x), -1)
     return {

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.likelihood import (
-    average_over_dimensions,
-    can_read_values,
+    average_each_sample,
+    can_read_without_device_sync,
     compute_discretized_log_likelihood,
     compute_expm1,
     compute_normal_kl,
@@ -126,7 +126,7 @@ class GaussianDiffusion:
 
         Raises ConfigError if the variance is learned and the output has not twice the channels of x_t.
         """
-        out = cast_output(network(x_t, self.scale_timesteps(t)))
+        out = upcast_output_to_float32(network(x_t, self.convert_timesteps_for_network(t)))
         if not self.learns_variance:
             return out, None
         if out.shape[1] != 2 * x_t.shape[1]:
@@ -137,7 +137,7 @@ class GaussianDiffusion:
         prediction, values = out.chunk(2, dim=1)
         return prediction, values
 
-    def scale_timesteps(self, t: Tensor) -> Tensor:
+    def convert_timesteps_for_network(self, t: Tensor) -> Tensor:
         """Converts timesteps t (B,) of this chain to those that the network gets: timesteps of the original chain,
         int64 (B,), or with rescale_timesteps float32 in [0, 1000).
         """
@@ -222,15 +222,15 @@ class GaussianDiffusion:
             t = (t * (self.original_steps / 1000)).round().long()
         return self._gather_coefficients(t, x_t, "sqrt_recipm1_alphas_cumprod")[0]
 
-    def _compute_log_variance(self, values: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
-        """Returns the log variance of p(x_{t-1} | x_t), which broadcasts to x_t. `values` is the network's output for
-        the variance, None if it is fixed.
+    def _compute_log_variance(self, variance_output: Tensor | None, x_t: Tensor, t: Tensor) -> Tensor:
+        """Returns the log variance of p(x_{t-1} | x_t), which broadcasts to x_t. `variance_output` is the network's
+        output for the variance, None if it is fixed.
         """
         if self.variance == "learned":
-            return values
+            return variance_output
         if self.variance == "learned_range":  # Equation 15 of IDDPM, about the middle of the range
             middle, half = self._gather_coefficients(t, x_t, "range_middle", "range_half")
-            return (half * values).add_(middle)
+            return (half * variance_output).add_(middle)
         return self._gather_coefficients(t, x_t, "fixed_log_variance")[0]
 
     def training_losses(self, network: Network, x_start: Tensor, t: Tensor, noise: Tensor) -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ class GaussianDiffusion:
         prediction, values = self.call_network(network, x_t, t)
         error = prediction - self.compute_training_target(x_start, x_t, t, noise)
         squares = error.square()
-        mse = average_over_dimensions(squares)
+        mse = average_each_sample(squares)
         if self.loss in ("kl", "rescaled_kl"):
             vb = self._compute_bound_term(error, squares, mse, values, x_start, t)
             loss = vb * self.num_timesteps if self.loss == "rescaled_kl" else vb
@@ -262,15 +262,21 @@ class GaussianDiffusion:
         return {"loss": weighted + vb, "mse": mse.detach(), "vb": vb.detach()}
 
     def _compute_bound_term(
-        self, error: Tensor, squares: Tensor, mse: Tensor, values: Tensor | None, x_start: Tensor, t: Tensor
+        self,
+        error: Tensor,
+        squared_error: Tensor,
+        mse: Tensor,
+        variance_output: Tensor | None,
+        x_start: Tensor,
+        t: Tensor,
     ) -> Tensor:
         """Returns the variational bound's term at t in bits per dimension, (B,): the KL divergence of the posterior and
         the network's p; at t = 0 the decoder's negative log-likelihood.
 
-        error    prediction - target.
-        squares  the squares of `error`.
-        mse      the mean of `squares` over each sample, (B,).
-        values   the network's output for the variance; None if the variance is fixed.
+        error            prediction - target.
+        squared_error    the squares of `error`.
+        mse              the mean of `squared_error` over each sample, (B,).
+        variance_output  the network's output for the variance; None if the variance is fixed.
 
         With u = log variance - log posterior variance, an error of the mean of gain * error, and G = gain^2 / posterior
         variance,
@@ -280,10 +286,10 @@ class GaussianDiffusion:
         The second form is computed, since it loses no digits for small u.
         """
         share = self._gather_coefficients(t, x_start, "mean_gain_share")[0]
-        ratio = self._compute_log_ratio(values, x_start, t)  # -u
-        rest = torch.addcmul(ratio, compute_expm1(ratio), torch.mul(share, squares).add_(1), value=-1)
-        kl = 0.5 * (share.flatten() * mse - average_over_dimensions(rest))
-        if can_read_values(t):  # the costly NLL only for samples at t = 0
+        ratio = self._compute_log_variance_ratio(variance_output, x_start, t)  # -u
+        rest = torch.addcmul(ratio, compute_expm1(ratio), torch.mul(share, squared_error).add_(1), value=-1)
+        kl = 0.5 * (share.flatten() * mse - average_each_sample(rest))
+        if can_read_without_device_sync(t):  # the costly NLL only for samples at t = 0
             if not t.all():
                 first = (t == 0).nonzero().flatten()
                 nll = self._compute_decoder_nll(error[first], ratio[first], x_start[first], t[first])
@@ -292,31 +298,31 @@ class GaussianDiffusion:
             kl = torch.where(t == 0, self._compute_decoder_nll(error, ratio, x_start, t), kl)
         return kl * (1 / math.log(2.0))
 
-    def _compute_decoder_nll(self, error: Tensor, ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
+    def _compute_decoder_nll(self, error: Tensor, log_variance_ratio: Tensor, x_start: Tensor, t: Tensor) -> Tensor:
         """Returns the negative log-likelihood of x_start under p(x_start | x_1) in nats per dimension, (B,). `error` is
-        prediction - target, and `ratio` the result of `_compute_log_ratio`.
+        prediction - target, and `log_variance_ratio` the result of `_compute_log_variance_ratio`.
         """
         gain, log_variance = self._gather_coefficients(t, x_start, "mean_gain", "posterior_log_variance_clipped")
-        log_variance = log_variance - ratio
-        return average_over_dimensions(
+        log_variance = log_variance - log_variance_ratio
+        return average_each_sample(
             -compute_discretized_log_likelihood(x_start, x_start + gain * error, 0.5 * log_variance)
         )
 
-    def _compute_log_ratio(self, values: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
+    def _compute_log_variance_ratio(self, variance_output: Tensor | None, x: Tensor, t: Tensor) -> Tensor:
         """Returns log(posterior variance / variance of p), which broadcasts to x."""
         if self.variance == "learned_range":
-            return (values + 1) * -self._gather_coefficients(t, x, "range_half")[0]
+            return (variance_output + 1) * -self._gather_coefficients(t, x, "range_half")[0]
         return self._gather_coefficients(t, x, "posterior_log_variance_clipped")[0] - self._compute_log_variance(
-            values, x, t
+            variance_output, x, t
         )
 
-    def compute_prior_bits(self, x_start: Tensor) -> Tensor:
+    def compute_prior_bits_per_dim(self, x_start: Tensor) -> Tensor:
         """Returns KL(q(x_T | x_start) || N(0, I)) in bits per dimension, (B,)."""
         last = torch.full((len(x_start),), self.num_timesteps - 1, device=x_start.device)
         signal, log_variance = self._gather_coefficients(
             last, x_start, "sqrt_alphas_cumprod", "log_one_minus_alphas_cumprod"
         )
-        return average_over_dimensions(compute_normal_kl(signal * x_start, log_variance, 0.0, 0.0)) / math.log(2.0)
+        return average_each_sample(compute_normal_kl(signal * x_start, log_variance, 0.0, 0.0)) / math.log(2.0)
 
     @torch.no_grad()
     def compute_bits_per_dim(
@@ -340,11 +346,11 @@ class GaussianDiffusion:
                 bound = -compute_discretized_log_likelihood(x_start, mean, 0.5 * log_variance)
             else:
                 bound = compute_normal_kl(*self.q_posterior(x_start, x_t, t), mean, log_variance)
-            columns["vb"].append(average_over_dimensions(bound) / math.log(2.0))
-            columns["mse"].append(average_over_dimensions((self.predict_eps(predicted, x_t, t) - eps).square()))
-            columns["x_start_mse"].append(average_over_dimensions((predicted - x_start).square()))
+            columns["vb"].append(average_each_sample(bound) / math.log(2.0))
+            columns["mse"].append(average_each_sample((self.predict_eps(predicted, x_t, t) - eps).square()))
+            columns["x_start_mse"].append(average_each_sample((predicted - x_start).square()))
         terms = {name: torch.stack(column, dim=1) for name, column in columns.items()}
-        prior = self.compute_prior_bits(x_start)
+        prior = self.compute_prior_bits_per_dim(x_start)
         return {"total": terms["vb"].sum(dim=1) + prior, "prior": prior, **terms}
 
     def _gather_coefficients(self, t: Tensor, x: Tensor, *names: str) -> list[Tensor]:
@@ -399,6 +405,6 @@ def _compute_coefficient_tables(betas: Tensor, prediction: str, variance: str) -
     }
 
 
-def cast_output(out: Tensor) -> Tensor:
+def upcast_output_to_float32(out: Tensor) -> Tensor:
     """Returns a network's output in float32, or unchanged if it is float64."""
     return out if out.dtype == torch.float64 else out.float()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dstrain.diffusion.likelihood import average_over_dimensions
+from dstrain.diffusion.likelihood import average_each_sample
 
 Coefficients = tuple[Tensor, Tensor, Tensor, Tensor]  # alpha, sigma and their derivatives, (B, 1, ...) or scalars
 PREDICTIONS = ("velocity", "x", "eps", "score")
@@ -23,13 +23,13 @@ LOSSES = ("velocity", "x", "eps", "likelihood")
 _VP_LOW, _VP_HIGH = 0.1, 20.0  # betas at both ends
 
 
-def compute_linear_path(t: Tensor) -> Coefficients:
+def compute_linear_path_coefficients(t: Tensor) -> Coefficients:
     """Returns alpha, sigma and their derivatives at times t on the straight path, x_t = (1 - t) x + t eps."""
     one = torch.ones_like(t)
     return 1 - t, t, -one, one
 
 
-def compute_gvp_path(t: Tensor) -> Coefficients:
+def compute_gvp_path_coefficients(t: Tensor) -> Coefficients:
     """Returns alpha, sigma and their derivatives at times t on SiT's path of constant variance: alpha = cos(pi t / 2),
     sigma = sin(pi t / 2).
     """
@@ -38,7 +38,7 @@ def compute_gvp_path(t: Tensor) -> Coefficients:
     return alpha, sigma, -math.pi / 2 * sigma, math.pi / 2 * alpha
 
 
-def compute_vp_path(t: Tensor) -> Coefficients:
+def compute_vp_path_coefficients(t: Tensor) -> Coefficients:
     """Returns alpha, sigma and their derivatives at times t on the VP-SDE's path (Song et al. 2020): DDPM's linear
     betas, 0.1 to 20, in continuous time.
     """
@@ -50,20 +50,20 @@ def compute_vp_path(t: Tensor) -> Coefficients:
 
 
 PATHS: dict[str, Callable[[Tensor], Coefficients]] = {
-    "linear": compute_linear_path,
-    "gvp": compute_gvp_path,
-    "vp": compute_vp_path,
+    "linear": compute_linear_path_coefficients,
+    "gvp": compute_gvp_path_coefficients,
+    "vp": compute_vp_path_coefficients,
 }
 
 
-def compute_time_of_noise_ratio(path: str, noise: float) -> float:
-    """Returns the time t at which sigma / alpha of a path equals `noise`. `path` is linear, gvp or vp."""
+def compute_time_of_noise_ratio(path: str, noise_ratio: float) -> float:
+    """Returns the time t at which sigma / alpha of a path equals `noise_ratio`. `path` is linear, gvp or vp."""
     if path == "linear":
-        return noise / (1 + noise)
+        return noise_ratio / (1 + noise_ratio)
     if path == "gvp":
-        return 2 / math.pi * math.atan(noise)
+        return 2 / math.pi * math.atan(noise_ratio)
     slope, curvature = _VP_LOW / 2, (_VP_HIGH - _VP_LOW) / 4
-    return (math.sqrt(slope**2 + 2 * curvature * math.log1p(noise**2)) - slope) / (2 * curvature)
+    return (math.sqrt(slope**2 + 2 * curvature * math.log1p(noise_ratio**2)) - slope) / (2 * curvature)
 
 
 class Interpolant:
@@ -141,11 +141,11 @@ class Interpolant:
         wanted = "eps" if self.loss == "likelihood" else self.loss
         if wanted != self._space:
             error = self._compute_conversion_weights(coefficients, wanted)[1] * error
-        losses = average_over_dimensions(error.square())
+        losses = average_each_sample(error.square())
         if self.loss == "likelihood":
             losses = losses * ((sigma_slope - sigma * alpha_slope / alpha) / sigma).flatten()
         if self.cosine:
-            losses = losses + self.cosine * average_over_dimensions(1 - torch.cosine_similarity(out, target, dim=1))
+            losses = losses + self.cosine * average_each_sample(1 - torch.cosine_similarity(out, target, dim=1))
         return losses
 
     def _clamp_times(self, t: Tensor) -> Tensor:

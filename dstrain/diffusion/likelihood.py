@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 
-def average_over_dimensions(x: Tensor) -> Tensor:
+def average_each_sample(x: Tensor) -> Tensor:
     """Returns the mean over all axes but the first: (B, ...) -> (B,)."""
     return x.flatten(1).mean(dim=1)
 
@@ -46,10 +46,10 @@ def _compute_normal_cdf(x: Tensor) -> Tensor:
 
 def compute_expm1(x: Tensor) -> Tensor:
     """Returns e^x - 1 for each element, precise also for small x."""
-    return _HostExpm1.apply(x) if can_read_values(x) else torch.expm1(x)
+    return _HostExpm1.apply(x) if can_read_without_device_sync(x) else torch.expm1(x)
 
 
-def can_read_values(x: Tensor) -> bool:
+def can_read_without_device_sync(x: Tensor) -> bool:
     """Returns whether Python can read the values of x without waiting for a device: x is a plain tensor on the CPU, and
     torch.compile is not tracing.
     """

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.diffusion import bound, flow, flow_likelihood, samplers
-from dstrain.diffusion.densities import DENSITIES, compute_dimension_shift, stratify_uniforms
+from dstrain.diffusion.densities import DENSITIES, compute_time_shift_by_dimension, stratify_uniforms
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress
 from dstrain.diffusion.interpolant import LOSSES, PATHS, PREDICTIONS
-from dstrain.diffusion.published import find_largest_divisor, make_scheduler_arguments
+from dstrain.diffusion.published import find_largest_divisor, make_diffusers_scheduler_arguments
 from dstrain.diffusion.solvers import count_solver_steps
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.recipe import MAY_CHANGE, ConfigError, Section
@@ -32,8 +32,8 @@ class _Process:
 
     samplers     their names, the usual one last.
     scheduler    name of diffusers' scheduler for an exported model.
-    card_steps   steps of the example in an export's model card, in which that scheduler draws as `draw_as_diffusers`
-                 does.
+    card_steps   steps of the example in an export's model card, in which that scheduler draws as
+                 `sample_like_diffusers` does.
     diffusion    the GaussianDiffusion of a chain, None for a flow.
     strata       training times of so many samples in a row lie in as many equal parts; 0: each is drawn alone.
     """
@@ -66,7 +66,7 @@ class _Process:
 class ChainProcess(_Process):
     """A chain of discrete-time diffusion.
 
-    schedule    name of the chain's betas, for `make_scheduler_arguments`.
+    schedule    name of the chain's betas, for `make_diffusers_scheduler_arguments`.
     clip        whether the predicted x_start is kept in [-1, 1]: for pixels, not for latents.
     respacing   a subset of timesteps, see schedule.space_timesteps; "" for all. Samples are drawn over it where as many
                 calls are asked for, and bits are measured over it where no number of calls is given.
@@ -137,19 +137,19 @@ class ChainProcess(_Process):
         timesteps = self.choose_timesteps(sampler, num_calls, spacing)
         return samplers.invert_chain(self.diffusion, network, x_start, sampler, timesteps, eta)
 
-    def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
+    def sample_like_diffusers(self, network: Network, x: Tensor) -> Tensor:
         """Returns samples x_start, made from noise x as diffusers' DDIMScheduler makes them in `card_steps` steps."""
         return samplers.sample_ddim(
             self.diffusion.respace(f"ddim{self.card_steps}"), network, x, clip_denoised=self.clip
         )
 
-    def compute_noise_ratio(self, x_t: Tensor, scaled: Tensor) -> Tensor:
-        """Returns sigma / alpha, (B, 1, ...) with as many axes as x_t, at times `scaled` (B,) as the network
+    def compute_noise_ratio(self, x_t: Tensor, scaled_t: Tensor) -> Tensor:
+        """Returns sigma / alpha, (B, 1, ...) with as many axes as x_t, at times `scaled_t` (B,) as the network
         sees them.
         """
-        return self.diffusion.compute_noise_ratio(x_t, scaled)
+        return self.diffusion.compute_noise_ratio(x_t, scaled_t)
 
-    def make_even_times(self, count: int, device: torch.device) -> Tensor:
+    def make_evenly_spaced_times(self, count: int, device: torch.device) -> Tensor:
         """Returns `count` evenly spaced timesteps from the first to the last of the chain, int64 (count,)."""
         return torch.linspace(0, self.diffusion.num_timesteps - 1, count, device=device).long()
 
@@ -167,11 +167,11 @@ class ChainProcess(_Process):
         chain = self.respaced if num_calls is None else self.diffusion
         return bound.measure_variational_bound(chain, network, x_start, key, num_calls, progress)
 
-    def make_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
+    def make_diffusers_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
         """Returns the keyword arguments of diffusers' DDIMScheduler for this chain. `velocities` has no effect; only a
         flow reads it. Raises ConfigError if the scheduler does not know the network's prediction.
         """
-        return make_scheduler_arguments(self.diffusion, self.schedule, self.clip)
+        return make_diffusers_scheduler_arguments(self.diffusion, self.schedule, self.clip)
 
 
 class FlowProcess(FlowMatching, _Process):
@@ -192,13 +192,13 @@ class FlowProcess(FlowMatching, _Process):
         terms = self.training_losses(network, x_start, t, noise)
         return terms | {"quartile": (4 * t).long().clamp(max=3)}
 
-    def draw_as_diffusers(self, network: Network, x: Tensor) -> Tensor:
+    def sample_like_diffusers(self, network: Network, x: Tensor) -> Tensor:
         """Returns samples x_start, made from noise x by Euler's method in `card_steps` (20) steps, as diffusers'
         scheduler makes them.
         """
         return self.sample_euler(network, x, self.card_steps)
 
-    def make_even_times(self, count: int, device: torch.device) -> Tensor:
+    def make_evenly_spaced_times(self, count: int, device: torch.device) -> Tensor:
         """Returns `count` evenly spaced times from data to noise, as the network sees them: (count,) in [0,
         time_scale].
         """
@@ -218,7 +218,7 @@ class FlowProcess(FlowMatching, _Process):
         """
         flow.require_known_spacing(spacing)
 
-    def make_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
+    def make_diffusers_scheduler_arguments(self, velocities: bool = False) -> dict[str, Any]:
         """Returns the keyword arguments of diffusers' FlowMatchEulerDiscreteScheduler for this flow. `velocities`:
         whether the exported network gives velocities on a straight path, whatever the trained one predicts. Raises
         ConfigError if the scheduler cannot express this flow.
@@ -324,5 +324,5 @@ class Flow(Section):
         """
         arguments = {**self.model_dump(exclude={"sde"}), **self.sde.model_dump()}
         if self.shift == "dimension":
-            arguments["shift"] = compute_dimension_shift(math.prod(shape))
+            arguments["shift"] = compute_time_shift_by_dimension(math.prod(shape))
         return FlowProcess(**arguments)

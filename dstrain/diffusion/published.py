@@ -15,7 +15,7 @@ from dstrain.recipe import ConfigError
 PREDICTIONS = {"eps": "epsilon", "x_start": "sample", "v": "v_prediction"}  # dstrain's -> diffusers'
 
 
-def make_scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
+def make_diffusers_scheduler_arguments(diffusion: GaussianDiffusion, schedule: str, clip: bool) -> dict[str, Any]:
     """Returns the keyword arguments with which diffusers' DDIMScheduler and DDPMScheduler follow this chain.
 
     schedule  the name of the chain's betas, see schedule.make_betas.
@@ -47,8 +47,8 @@ def add_to_model_index(folder: Path, **entries: Any) -> None:
     path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def find_largest_divisor(count: int, most: int = 20) -> int:
-    """Returns the largest divisor of `count` that is at most `most`. In so many steps, DDIM of diffusers and of dstrain
-    visit the same timesteps of a chain of `count`.
+def find_largest_divisor(count: int, max_divisor: int = 20) -> int:
+    """Returns the largest divisor of `count` that is at most `max_divisor`. In so many steps, DDIM of diffusers and of
+    dstrain visit the same timesteps of a chain of `count`.
     """
-    return max(steps for steps in range(1, most + 1) if count % steps == 0)
+    return max(steps for steps in range(1, max_divisor + 1) if count % steps == 0)

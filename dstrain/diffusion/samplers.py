@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion import schedule
-from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, cast_output
+from dstrain.diffusion.gaussian import GaussianDiffusion, Network, Noise, Progress, upcast_output_to_float32
 from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, run_solver
 from dstrain.recipe import ConfigError
 
@@ -89,7 +89,9 @@ def choose_timesteps(
         return schedule.space_timesteps(
             total, schedule.make_even_respacing_spec(total, count, strided=sampler == "ddim")
         )
-    return schedule.space_timesteps_by_noise(diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing)
+    return schedule.choose_timesteps_by_spacing(
+        diffusion.tables["sqrt_recipm1_alphas_cumprod"].tolist(), count, spacing
+    )
 
 
 def sample_chain(
@@ -125,7 +127,7 @@ def sample_chain(
             **arguments,
         )
     denoise = ChainDenoiser(diffusion, network, clip_denoised)
-    levels = [*map(denoise.make_level, reversed(timesteps)), Level.make_data_level()]
+    levels = [*map(denoise.make_noise_level, reversed(timesteps)), Level.make_noise_free_level()]
     return run_solver(sampler, denoise, levels, x, noise, eta, progress)
 
 
@@ -155,16 +157,16 @@ class ChainDenoiser:
         names = ("sqrt_alphas_cumprod", "sqrt_one_minus_alphas_cumprod")
         self.alphas, self.sigmas = (diffusion.tables[name].tolist() for name in names)
 
-    def make_level(self, t: int) -> Level:
+    def make_noise_level(self, t: int) -> Level:
         """Returns the noise level of timestep t."""
         return Level(self.alphas[t], self.sigmas[t], t)
 
-    def find_nearest_level(self, noise_ratio: float) -> Level:
+    def find_nearest_noise_level(self, noise_ratio: float) -> Level:
         """Returns the level of the timestep whose sigma / alpha is nearest to `noise_ratio`."""
         above = bisect.bisect_left(
-            range(len(self.alphas) - 1), noise_ratio, key=lambda t: self.make_level(t).noise_ratio
+            range(len(self.alphas) - 1), noise_ratio, key=lambda t: self.make_noise_level(t).noise_ratio
         )
-        candidates = [self.make_level(t) for t in (max(above - 1, 0), above)]
+        candidates = [self.make_noise_level(t) for t in (max(above - 1, 0), above)]
         return min(candidates, key=lambda level: abs(level.noise_ratio - noise_ratio))
 
     def __call__(self, x: Tensor, level: Level) -> Tensor:
@@ -232,21 +234,25 @@ def make_guided_network(
         count = channels or x_t.shape[1]
         acts = None if active is None else active(x_t, t)
         if acts is not None and not acts.any():
-            return cast_output(network(x_t, t, **conditions))
+            return upcast_output_to_float32(network(x_t, t, **conditions))
         if guide is None:
-            out = cast_output(network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both))  # (2B, C or 2C, ...)
+            out = upcast_output_to_float32(
+                network(torch.cat((x_t, x_t)), torch.cat((t, t)), **both)
+            )  # (2B, C or 2C, ...)
             conditional, weaker = out.chunk(2)
         else:
-            conditional, weaker = (cast_output(net(x_t, t, **conditions)) for net in (network, guide))
+            conditional, weaker = (upcast_output_to_float32(net(x_t, t, **conditions)) for net in (network, guide))
         plain = conditional[:, :count]
         leading = torch.lerp(weaker[:, :count], plain, scale)
         if rescale:
 
-            def compute_deviation(out):
+            def compute_standard_deviation(out: Tensor) -> Tensor:
                 """Returns the standard deviation of each sample's output, (B, 1, ...)."""
                 return out.flatten(1).std(dim=1).view(-1, *(1,) * (out.ndim - 1))
 
-            leading = torch.lerp(leading, leading * (compute_deviation(plain) / compute_deviation(leading)), rescale)
+            leading = torch.lerp(
+                leading, leading * (compute_standard_deviation(plain) / compute_standard_deviation(leading)), rescale
+            )
         if acts is not None:
             leading = torch.where(acts, leading, plain)
         return torch.cat((leading, conditional[:, count:]), dim=1)
@@ -254,20 +260,20 @@ def make_guided_network(
     return call_guided_network
 
 
-def make_guidance_condition(
-    interval: tuple[float, float] | None, noise_of: Callable[[Tensor, Tensor], Tensor]
+def make_guidance_mask_function(
+    interval: tuple[float, float] | None, compute_noise_ratio: Callable[[Tensor, Tensor], Tensor]
 ) -> Callable[[Tensor, Tensor], Tensor] | None:
     """Returns a function (x_t, t) -> bool (B, 1, ...), which says whether a sample's sigma / alpha lies in `interval`
     (low, high): the argument `active` of `make_guided_network`. Returns None if interval is None: all are guided.
 
-    noise_of  (x_t, t) -> sigma / alpha (B, 1, ...), for t as the network sees it.
+    compute_noise_ratio  (x_t, t) -> sigma / alpha (B, 1, ...), for t as the network sees it.
     """
     if interval is None:
         return None
 
-    def is_active(x_t: Tensor, t: Tensor) -> Tensor:
+    def compute_guidance_mask(x_t: Tensor, t: Tensor) -> Tensor:
         """Returns whether sigma / alpha of each sample lies in the interval, bool (B, 1, ...)."""
-        noise = noise_of(x_t, t)
-        return (interval[0] <= noise) & (noise <= interval[1])
+        ratio = compute_noise_ratio(x_t, t)
+        return (interval[0] <= ratio) & (ratio <= interval[1])
 
-    return is_active
+    return compute_guidance_mask

@@ -48,23 +48,23 @@ def make_betas(name: str, num_timesteps: int) -> Tensor:
     if name not in SCHEDULES:
         raise ConfigError(f"schedule: {name!r} is unknown; one of {', '.join(SCHEDULES)}")
 
-    def make_line(start, end):
+    def make_linear_values(start: float, end: float) -> Tensor:
         """Returns num_timesteps evenly spaced values from start to end, float64."""
         return torch.linspace(start, end, num_timesteps, dtype=torch.float64)
 
-    scale, quad = 1000 / num_timesteps, make_line(BETA_START**0.5, BETA_END**0.5) ** 2
+    scale, quad = 1000 / num_timesteps, make_linear_values(BETA_START**0.5, BETA_END**0.5) ** 2
     table = {
-        "linear": make_line(scale * BETA_START, scale * BETA_END),
+        "linear": make_linear_values(scale * BETA_START, scale * BETA_END),
         "cosine": _make_cosine_betas(num_timesteps),
         "squaredcos_cap_v2": _make_cosine_betas(num_timesteps),
         "quad": quad,
         "warmup10": _make_warmup_betas(num_timesteps, 0.1),
         "warmup50": _make_warmup_betas(num_timesteps, 0.5),
-        "const": make_line(BETA_END, BETA_END),
-        "jsd": 1 / make_line(num_timesteps, 1),  # 1/T, 1/(T-1), ..., 1
+        "const": make_linear_values(BETA_END, BETA_END),
+        "jsd": 1 / make_linear_values(num_timesteps, 1),  # 1/T, 1/(T-1), ..., 1
         "quadratic": scale * quad,
         "sigmoid": scale
-        * (BETA_START + (BETA_END - BETA_START) * make_line(-6, 6).sigmoid()),  # the ends are not reached
+        * (BETA_START + (BETA_END - BETA_START) * make_linear_values(-6, 6).sigmoid()),  # the ends are not reached
     }[name]
     if not bool(((table > 0) & (table <= 1)).all()):
         raise ConfigError(
@@ -109,7 +109,7 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
             raise ConfigError(f"respacing: {spec!r} is neither a number, numbers with commas, nor ddim and a number")
         if spec.startswith("ddim"):
             count = int(spec.removeprefix("ddim"))
-            if timesteps := _find_strided_timesteps(num_timesteps, count):
+            if timesteps := _choose_strided_timesteps(num_timesteps, count):
                 return timesteps
             raise ConfigError(
                 f"respacing: no integer stride takes {count} of {num_timesteps} timesteps, as {spec} "
@@ -130,7 +130,7 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
     return sorted(set(timesteps))
 
 
-def _find_strided_timesteps(num_timesteps: int, count: int) -> list[int]:
+def _choose_strided_timesteps(num_timesteps: int, count: int) -> list[int]:
     """Returns exactly `count` timesteps at a constant stride from 0 on; [] if no stride gives so many."""
     chains = (range(0, num_timesteps, stride) for stride in range(1, num_timesteps + 1))
     return next((list(chain) for chain in chains if len(chain) == count), [])
@@ -142,11 +142,11 @@ def make_even_respacing_spec(num_timesteps: int, count: int, strided: bool = Fal
     """
     if not 1 <= count <= num_timesteps:
         raise ConfigError(f"num_steps: {count} is not between 1 and the {num_timesteps} timesteps of the chain")
-    return f"ddim{count}" if strided and _find_strided_timesteps(num_timesteps, count) else str(count)
+    return f"ddim{count}" if strided and _choose_strided_timesteps(num_timesteps, count) else str(count)
 
 
-def space_timesteps_by_noise(noise: Sequence[float], count: int, spacing: str) -> list[int]:
-    """Returns `count` timesteps of a chain, ascending. `noise` (T,) is sigma / alpha of each of its timesteps.
+def choose_timesteps_by_spacing(noise_ratios: Sequence[float], count: int, spacing: str) -> list[int]:
+    """Returns `count` timesteps of a chain, ascending. `noise_ratios` (T,) is sigma / alpha of each of its timesteps.
     `spacing` is one of:
 
     leading   multiples of T // count, from 0 on.
@@ -159,7 +159,7 @@ def space_timesteps_by_noise(noise: Sequence[float], count: int, spacing: str) -
     """
     if spacing not in SPACINGS:
         raise ConfigError(f"spacing={spacing} is none of {', '.join(SPACINGS)}: name one of them")
-    total = len(noise)
+    total = len(noise_ratios)
     make_even_respacing_spec(total, count)  # refuses other numbers
     if count == 1:
         return [total - 1]
@@ -169,14 +169,16 @@ def space_timesteps_by_noise(noise: Sequence[float], count: int, spacing: str) -
         return [round((i + 1) * total / count) - 1 for i in range(count)]
     if spacing == "linspace":
         return space_timesteps(total, str(count))
-    values = make_noise_levels_after_first_step(count, noise[0], min(LARGEST_NOISE, noise[-1]))[::-1]
-    nearest = [min(range(total), key=lambda t: abs(math.log(noise[t] / value))) for value in values] + [total - 1]
+    values = make_noise_levels_after_first_step(count, noise_ratios[0], min(LARGEST_NOISE, noise_ratios[-1]))[::-1]
+    nearest = [min(range(total), key=lambda t: abs(math.log(noise_ratios[t] / value))) for value in values] + [
+        total - 1
+    ]
     # Where the chain is coarser than the spacing, timesteps fall together: each then takes the next free one.
     timesteps = list(itertools.accumulate(nearest, lambda before, t: max(before + 1, t)))
     return [min(t, total - count + i) for i, t in enumerate(timesteps)]
 
 
-def make_karras_levels(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
+def make_karras_noise_levels(count: int, lowest: float, highest: float, rho: float = 7.0) -> list[float]:
     """Returns `count` noise levels sigma / alpha, descending from `highest` to `lowest` in ever smaller steps (EDM,
     Equation 5).
     """
@@ -192,9 +194,9 @@ def make_noise_levels_after_first_step(count: int, lowest: float, highest: float
     EDM's count + 1 levels, so that neither `highest` nor `lowest` is among them.
     """
     return (
-        make_karras_levels(count + 1, lowest, highest)[1:-1]
+        make_karras_noise_levels(count + 1, lowest, highest)[1:-1]
         if count < FEW
-        else make_karras_levels(count - 1, lowest, highest)
+        else make_karras_noise_levels(count - 1, lowest, highest)
     )
 
 

@@ -47,7 +47,7 @@ class Level:
         return math.log(self.alpha / self.sigma)
 
     @classmethod
-    def make_data_level(cls) -> "Level":
+    def make_noise_free_level(cls) -> "Level":
         """Returns the noise level of data, alpha 1 and sigma 0, where every solver ends."""
         return cls(1.0, 0.0, 0.0)
 
@@ -58,7 +58,7 @@ class Denoiser(Protocol):
     def __call__(self, x: Tensor, level: Level) -> Tensor:
         """Returns x_start as predicted from x at a noise level."""
 
-    def find_nearest_level(self, noise_ratio: float) -> Level:
+    def find_nearest_noise_level(self, noise_ratio: float) -> Level:
         """Returns the noise level whose sigma / alpha is nearest to `noise_ratio`, among those that the network
         knows.
         """
@@ -104,7 +104,7 @@ def solve_unipc(
             ratio = (known[0][0] - known[1][0]) / (there.half_log_snr - known[1][0])
             estimate = x_start + (known[0][1] - x_start) / (2 * ratio)
         x_before = x
-        x = there.sigma / here.sigma * x + there.alpha * _compute_gain(here, there) * estimate
+        x = there.sigma / here.sigma * x + there.alpha * _compute_x_start_weight(here, there) * estimate
     return x
 
 
@@ -122,16 +122,16 @@ def _apply_unipc_corrector(
     h = there.half_log_snr - newest
     change = (following - x_start) / 2
     if len(known) == 2:  # weights that make the step exact for a quadratic x_start(lambda)
-        gain = _compute_gain(here, there)
+        gain = _compute_x_start_weight(here, there)
         first = (1 - gain / h) / gain
         second = (1 - 2 * first * gain / h) / gain
         ratio = (known[0][0] - newest) / h
         of_earlier = (second - first) / (ratio - 1)
         change = of_earlier * (known[0][1] - x_start) / ratio + (first - of_earlier) * (following - x_start)
-    return there.sigma / here.sigma * x + there.alpha * _compute_gain(here, there) * (x_start + change)
+    return there.sigma / here.sigma * x + there.alpha * _compute_x_start_weight(here, there) * (x_start + change)
 
 
-def _compute_gain(here: Level, there: Level) -> float:
+def _compute_x_start_weight(here: Level, there: Level) -> float:
     """Returns 1 - e^-h, where h is the step in log(alpha / sigma) from level `here` to `there`."""
     return 1 - there.noise_ratio * here.alpha / here.sigma
 
@@ -150,7 +150,7 @@ def solve_heun(
     for i in progress(range(steps)):
         here, there = levels[i], levels[i + 1]
         if gamma and CHURN_RANGE[0] <= here.noise_ratio <= CHURN_RANGE[1]:
-            raised = denoise.find_nearest_level(here.noise_ratio * (1 + gamma))
+            raised = denoise.find_nearest_noise_level(here.noise_ratio * (1 + gamma))
             if raised.noise_ratio > here.noise_ratio:
                 added = math.sqrt(raised.noise_ratio**2 - here.noise_ratio**2)
                 here, x = raised, raised.alpha * (x / here.alpha + added * noise(i))

@@ -78,7 +78,7 @@ class LossSecondMomentSampler(TimestepSampler):
         self._seen = torch.zeros(num_timesteps + 1, dtype=torch.int64)
         self._update_probabilities()
 
-    def compute_probabilities(self) -> Tensor:
+    def get_probabilities(self) -> Tensor:
         """Returns a copy of the probability of each timestep, float64 (T,)."""
         return torch.as_tensor(self._p).clone()
 

@@ -27,9 +27,9 @@ from dstrain.metrics.images import Batch, Images, Sourced
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
-from dstrain.recipe.patterns import match_caption
+from dstrain.recipe.patterns import match_patterns_to_caption
 from dstrain.sampling.draw import draw_share_of_rank
-from dstrain.sampling.requests import adapt_samples_for_metrics, list_built_in_captions, make_request
+from dstrain.sampling.requests import adapt_samples_section_for_metrics, list_built_in_captions, make_sampling_request
 from dstrain.systems.base import Nets, Request, System
 
 _BATCH = 100  # pictures of the data that are described at once
@@ -73,14 +73,16 @@ class Quality:
         else:
             with reword_errors(options=_OPTIONS):
                 self._compared = open_recipe_reference(samples.reference, data, compared, KEPT)
-        self._request, self._captions = make_request(
-            adapt_samples_for_metrics(samples, data, system), system, samples.metrics_samples, samples.seed
+        self._request, self._captions = make_sampling_request(
+            adapt_samples_section_for_metrics(samples, data, system), system, samples.metrics_samples, samples.seed
         )
         if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:
             raise ConfigError(
                 "samples.metrics: accuracy needs labels or captions, and this model is told none: leave it out"
             )
-        counted_apart = [any(match_caption(data.leave_out, caption)) for caption in dict.fromkeys(self._captions or ())]
+        counted_apart = [
+            any(match_patterns_to_caption(data.leave_out, caption)) for caption in dict.fromkeys(self._captions or ())
+        ]
         if counted_apart and all(counted_apart) and {"accuracy", "clip_score"} & {*metrics}:
             raise ConfigError(
                 "samples.prompts: data.leave_out names all of them, and what these metrics tell of pictures is of the "

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from dstrain.distributed import group
 from dstrain.metrics.network import Features
-from dstrain.recipe.patterns import match_caption
+from dstrain.recipe.patterns import match_patterns_to_caption
 
 KEPT = 10_000  # features of a set that KID, precision and recall compare
 _ROWS = 512  # features that enter the moments at a time
@@ -88,7 +88,7 @@ class Collector:
         if captions is None or not self.left_out:
             self._add_correct_and_cosines("", images, features, logits, labels, captions)
         else:
-            apart = np.array([any(match_caption(self.left_out, caption)) for caption in captions])
+            apart = np.array([any(match_patterns_to_caption(self.left_out, caption)) for caption in captions])
             for prefix, rows in (("", ~apart), (_APART, apart)):
                 own = torch.from_numpy(rows.nonzero()[0])
                 here = own.to(features.device)

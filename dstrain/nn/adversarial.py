@@ -43,22 +43,23 @@ class PatchDiscriminator(nn.Module):
             layers += [Filter(before, after, stride, bias=False), nn.GroupNorm(groups, after), nn.LeakyReLU(_LEAK)]
         self.main = nn.Sequential(*layers, Judge(after, 1, stride=1))
 
-    def forward(self, x: Tensor, sloped: int = 0) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the discriminator's logits (B, 1, h, w) of pictures x (B, C, H, W). If `sloped` is above 0, returns a
-        pair instead: the logits, and the squared slope at each of the first `sloped` pictures, (sloped,).
+    def forward(self, x: Tensor, num_slopes: int = 0) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the discriminator's logits (B, 1, h, w) of pictures x (B, C, H, W). If `num_slopes` is above 0,
+        returns a pair instead: the logits, and the squared slope at each of the first `num_slopes` pictures,
+        (num_slopes,).
 
         The squared slope is the squared length of the gradient of a picture's summed logits with respect to the
         picture, divided by the number of patches (as R1 needs it). It can be differentiated again. Raises ConfigError
-        if `sloped` is above 0 and ZeRO-3 has partitioned the weights.
+        if `num_slopes` is above 0 and ZeRO-3 has partitioned the weights.
         """
-        if not sloped:
+        if not num_slopes:
             return self._compute_logits(x)
         if any(weight.numel() == 0 for weight in self.parameters()):
             raise ConfigError("penalty.form: exact needs whole weights; take approximate, or ZeRO 0 to 2")
         with torch.enable_grad():
-            pictures = x[:sloped].detach().requires_grad_()
-            logits = self._compute_logits(torch.cat((pictures, x[sloped:])))
-            slope = torch.autograd.grad(logits[:sloped].sum(), pictures, create_graph=True)[0]
+            pictures = x[:num_slopes].detach().requires_grad_()
+            logits = self._compute_logits(torch.cat((pictures, x[num_slopes:])))
+            slope = torch.autograd.grad(logits[:num_slopes].sum(), pictures, create_graph=True)[0]
         return logits, slope.square().flatten(1).sum(1) / logits[0].numel()
 
     def _compute_logits(self, x: Tensor) -> Tensor:
@@ -109,16 +110,16 @@ def compute_hinge_loss(real: Tensor, fake: Tensor) -> Tensor:
     return (F.relu(1 - real) + F.relu(1 + fake)).flatten(1).mean(1) / 2
 
 
-def estimate_squared_slope(logits: Tensor, stepped: Tensor, sigma: float) -> Tensor:
+def estimate_squared_slope(logits: Tensor, stepped_logits: Tensor, sigma: float) -> Tensor:
     """Returns an estimate (B,) of the squared slope that PatchDiscriminator.forward computes exactly, without a
     backward pass.
 
-    logits   the discriminator's output (B, ...) at the pictures.
-    stepped  its output (B, ...) at the pictures + sigma * standard normal noise.
+    logits          the discriminator's output (B, ...) at the pictures.
+    stepped_logits  its output (B, ...) at the pictures + sigma * standard normal noise.
 
     The smaller sigma is, the closer the estimate's mean over noise is to the squared slope.
     """
-    return ((stepped - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
+    return ((stepped_logits - logits) / sigma).flatten(1).sum(1).square() / logits[0].numel()
 
 
 def compute_balance_factor_and_ratio(
@@ -148,23 +149,23 @@ def compute_balance_factor_and_ratio(
 @contextmanager
 def record_layer_inputs(layer: nn.Module) -> Iterator[list[Tensor]]:
     """Yields an empty list. Inside the block, each call of `layer` appends its first input, detached, to this list."""
-    entered: list[Tensor] = []
-    with layer.register_forward_pre_hook(lambda module, inputs: entered.append(inputs[0].detach())):
-        yield entered
+    recorded: list[Tensor] = []
+    with layer.register_forward_pre_hook(lambda module, inputs: recorded.append(inputs[0].detach())):
+        yield recorded
 
 
-def compute_filter_gradient(entered: Tensor, of_output: Tensor, side: int) -> Tensor:
+def compute_filter_gradient(layer_input: Tensor, output_gradient: Tensor, side: int) -> Tensor:
     """Returns the gradient of each sample's loss with respect to the weight of a convolution with stride 1, padding
     side // 2 and filters of side x side: float32 (B, C, c, side, side). No weight is needed, so ZeRO-3 may scatter it.
 
-    entered    the input of the convolution, (B, c, H, W).
-    of_output  the gradient of the loss with respect to the convolution's output, (B, C, H, W).
+    layer_input      the input of the convolution, (B, c, H, W).
+    output_gradient  the gradient of the loss with respect to the convolution's output, (B, C, H, W).
     """
-    (batch, before), after = entered.shape[:2], of_output.shape[1]
+    (batch, before), after = layer_input.shape[:2], output_gradient.shape[1]
     of_all = torch.nn.grad.conv2d_weight(
-        entered.float().reshape(1, -1, *entered.shape[2:]),
+        layer_input.float().reshape(1, -1, *layer_input.shape[2:]),
         (batch * after, before, side, side),
-        of_output.float().reshape(1, -1, *of_output.shape[2:]),
+        output_gradient.float().reshape(1, -1, *output_gradient.shape[2:]),
         padding=side // 2,
         groups=batch,
     )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dstrain.distributed.group import copy_to_device
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import Quantized
-from dstrain.nn.quantize import widen_precision
+from dstrain.nn.quantize import upcast_to_float32
 from dstrain.recipe import ConfigError
 
 _MARGIN = 1e-3  # share by which the bound exceeds the outermost levels, as published
@@ -38,7 +38,7 @@ class FiniteScalar(nn.Module):
         """Returns a Quantized with the quantized vectors (B, ..., dim) and the tokens (B, ...) of vectors x (B, ...,
         dim). Its loss terms are all 0, (B,), since the codebook is fixed. `weight` has no effect.
         """
-        z = bound_numbers_to_levels(widen_precision(self.project_in(x)), self.levels)  # (B, ..., d)
+        z = bound_numbers_to_levels(upcast_to_float32(self.project_in(x)), self.levels)  # (B, ..., d)
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
         return Quantized(
@@ -53,7 +53,7 @@ class FiniteScalar(nn.Module):
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens of vectors: (B, ..., dim) -> int64 (B, ...)."""
         return convert_numbers_to_tokens(
-            bound_numbers_to_levels(widen_precision(self.project_in(x)), self.levels), self.levels
+            bound_numbers_to_levels(upcast_to_float32(self.project_in(x)), self.levels), self.levels
         )
 
     def decode(self, tokens: Tensor) -> Tensor:

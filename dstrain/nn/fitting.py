@@ -18,7 +18,7 @@ Shapes = dict[str, tuple[int, ...]]
 Remedies = Sequence[tuple[str, str]]  # pattern of a weight's name -> the recipe's fields that decide it
 
 
-def list_shapes(network: nn.Module) -> Shapes:
+def collect_weight_shapes(network: nn.Module) -> Shapes:
     """Returns the shape of each weight and buffer in a network's state dict, by name."""
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
@@ -48,7 +48,7 @@ def make_natural_sort_key(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def redraw_resized_table(
+def redraw_resized_embedding_table(
     state: dict[str, Tensor], shapes: Shapes, name: str, std: float, keep_last: bool = False
 ) -> list[str]:
     """Replaces the table `name` in `state` by random rows, if it differs from the table in `shapes` in the number of

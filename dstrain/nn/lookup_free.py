@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.layers import Linear
-from dstrain.nn.quantize import widen_precision
+from dstrain.nn.quantize import upcast_to_float32
 from dstrain.recipe import ConfigError
 
 _GROUP = 10  # most bits of a group
@@ -60,7 +60,7 @@ class LookupFree(nn.Module):
         """Quantizes vectors x (B, ..., dim). Returns a Quantized: the quantized vectors, their tokens, and loss terms
         (B,). A loss term is a mean over a sample's tokens, weighted by `weight` (B, ...).
         """
-        z = widen_precision(self.project_in(x))  # (B, ..., d)
+        z = upcast_to_float32(self.project_in(x))  # (B, ..., d)
         code = torch.where(z > 0, 1.0, -1.0).to(z.dtype)  # the sign of 0 is -1
         through = z + (code - z).detach()
         commitment = compute_weighted_mean((z - code).square().mean(-1), weight)
@@ -78,7 +78,7 @@ class LookupFree(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens of vectors: (B, ..., dim) -> int64 (B, ...)."""
-        return convert_signs_to_tokens(widen_precision(self.project_in(x)))
+        return convert_signs_to_tokens(upcast_to_float32(self.project_in(x)))
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
@@ -97,7 +97,7 @@ class CosineQuantizer(nn.Module):
         """Quantizes vectors x (B, ..., dim). Returns a Quantized: the quantized vectors, their tokens, and loss terms
         (B,). A loss term is a mean over a sample's tokens, weighted by `weight` (B, ...).
         """
-        z = F.normalize(widen_precision(self.project_in(x)), dim=-1)  # (B, ..., D)
+        z = F.normalize(upcast_to_float32(self.project_in(x)), dim=-1)  # (B, ..., D)
         tokens, code = self.codebook(z)
         through = z + (code - z).detach()
         commitment, codebook = (
@@ -115,7 +115,7 @@ class CosineQuantizer(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Returns the tokens of vectors: (B, ..., dim) -> int64 (B, ...)."""
-        return self.codebook(F.normalize(widen_precision(self.project_in(x)), dim=-1))[0]
+        return self.codebook(F.normalize(upcast_to_float32(self.project_in(x)), dim=-1))[0]
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
@@ -136,10 +136,10 @@ class UnitCodebook(nn.Embedding):
         tokens = vectors_or_tokens
         if tokens.is_floating_point():
             with torch.no_grad():
-                table = F.normalize(widen_precision(self.weight), dim=-1)
+                table = F.normalize(upcast_to_float32(self.weight), dim=-1)
                 parts = vectors_or_tokens.flatten(0, -2).split(max(_CELLS // len(table), 1))
                 tokens = torch.cat([(part @ table.T).argmax(-1) for part in parts]).view(vectors_or_tokens.shape[:-1])
-        return tokens, F.normalize(widen_precision(F.embedding(tokens, self.weight)), dim=-1)
+        return tokens, F.normalize(upcast_to_float32(F.embedding(tokens, self.weight)), dim=-1)
 
 
 class Usage:

@@ -64,9 +64,9 @@ class _ZeroConv2d(nn.Conv2d):
         nn.init.zeros_(self.weight)
 
 
-def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) -> nn.Module:
+def add_adapters(network: nn.Module, lora: Lora | None, default_patterns: Sequence[str]) -> nn.Module:
     """Freezes a network, adds LoRA adapters in place to the layers whose names match lora.targets, and returns the
-    network. If `lora` is None, returns it unchanged. `usual` holds the patterns that are taken if lora.targets is None.
+    network. If `lora` is None, returns it unchanged. `default_patterns` are taken if lora.targets is None.
 
     Raises ConfigError if no layer gets an adapter, or a pattern that the user wrote matches no layer.
     """
@@ -74,7 +74,7 @@ def add_adapters(network: nn.Module, lora: Lora | None, usual: Sequence[str]) ->
         return network
     layers = {name: module for name, module in network.named_modules() if _can_be_adapted(module)}
     chosen: dict[str, nn.Module] = {}
-    for pattern in lora.targets or usual:
+    for pattern in lora.targets or default_patterns:
         found = {name: module for name, module in layers.items() if fnmatchcase(name, pattern)}
         if lora.targets not in (None, ATTENTION) and not found:
             raise ConfigError(
@@ -120,7 +120,7 @@ def _add_adapter_output(layer: Any, inputs: tuple, output: Tensor) -> Tensor:
     return output + layer.lora_scale * layer.lora_B(layer.lora_A(layer.lora_dropout(inputs[0])))
 
 
-def merge_adapters(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
+def merge_adapters_into_weights(state: dict[str, Tensor], lora: Lora) -> dict[str, Tensor]:
     """Returns a state dict without adapters, in which the product of each adapter's two weights, times alpha / rank, is
     added to the weight of its layer. A network without adapters then computes the same. `state` is not changed.
     """

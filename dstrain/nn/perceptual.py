@@ -30,14 +30,14 @@ REMEDY = (
 )
 
 
-class Distance(nn.Module):
+class PerceptualDistance(nn.Module):
     """Measures the distance of pictures by the features of a frozen network. A subclass sets `heads`, a weight for each
     channel of a stage, and computes the stages' features.
     """
 
     heads: nn.ParameterList
 
-    def train(self, mode: bool = True) -> "Distance":
+    def train(self, mode: bool = True) -> "PerceptualDistance":
         """Sets evaluation mode whatever `mode` is, since this network is frozen. Returns the network."""
         return super().train(False)
 
@@ -62,7 +62,7 @@ class Distance(nn.Module):
         raise NotImplementedError
 
 
-class OfGarments(Distance):
+class GarmentDistance(PerceptualDistance):
     """Measures the distance by the package's classifier of garments, which gets the pictures' luminance. The distance
     is a mean over four stages, between 0 and 2.
     """
@@ -83,7 +83,7 @@ class OfGarments(Distance):
         return self.classifier.compute_stage_outputs(torch.einsum("bchw,c->bhw", x, self.luminance)[:, None])
 
 
-class Perceptual(Distance):
+class Perceptual(PerceptualDistance):
     """Measures LPIPS 0.1 with VGG-16. Raises ConfigError, with the remedy, if weights are missing at `path` or do not
     fit.
     """
@@ -136,11 +136,11 @@ class Perceptual(Distance):
         self.load_state_dict({name: weights[name].float() for name in needed})
 
 
-def load_distance(path: str) -> Distance:
+def load_perceptual_distance(path: str) -> PerceptualDistance:
     """Returns the network that measures perceptual distance: for "builtin:fashion" the package's own, otherwise LPIPS
     with the weights in the file or folder `path`. Raises ConfigError if weights are missing or do not fit.
     """
-    return OfGarments() if path == BUILTIN else Perceptual(path)
+    return GarmentDistance() if path == BUILTIN else Perceptual(path)
 
 
 def _scale_to_unit_length(features: Tensor) -> Tensor:

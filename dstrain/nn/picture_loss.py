@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.nn import adversarial, perceptual
-from dstrain.nn.perceptual import Distance
+from dstrain.nn.perceptual import PerceptualDistance
 from dstrain.recipe import ConfigError, Section, format_value
 
 Nets = Mapping[str, Callable[..., Tensor]]  # part -> its engine, or its bare network
@@ -108,13 +108,13 @@ class PictureLoss:
         self.judge, self.discriminator, self.penalty = judge, discriminator, penalty
         self.perceives = judge is not None and judge.weight > 0
         self.adversarial, self._penalized = discriminator is not None, penalty is not None
-        self.network: Distance | None = None  # loaded where it is first needed
+        self.network: PerceptualDistance | None = None  # loaded where it is first needed
 
-    def list_part_losses(self, part: str, learn: Loss) -> dict[str, Loss]:
-        """Returns the loss function of each part: {part: learn} for the first stage and, if there is a discriminator,
-        {"discriminator": compute_discriminator_loss}.
+    def collect_losses_by_part(self, part: str, part_loss: Loss) -> dict[str, Loss]:
+        """Returns the loss function of each part: {part: part_loss} for the first stage and, if there is a
+        discriminator, {"discriminator": compute_discriminator_loss}.
         """
-        return {part: learn} | ({"discriminator": self.compute_discriminator_loss} if self.discriminator else {})
+        return {part: part_loss} | ({"discriminator": self.compute_discriminator_loss} if self.discriminator else {})
 
     def build_networks(self, channels: int) -> dict[str, nn.Module]:
         """Returns {"discriminator": a new discriminator for pictures of `channels` channels}; {} if the recipe has
@@ -144,7 +144,7 @@ class PictureLoss:
         """
         if not self.perceives:
             return {}
-        network = self._load_distance()
+        network = self._load_perceptual_distance()
         if next(network.parameters()).device != picture.device:  # also where a recipe's shapes are checked on meta
             network.to(picture.device)
         return {"perceptual": network(picture, truth)}
@@ -154,40 +154,41 @@ class PictureLoss:
         weights are not on this machine.
         """
         return (
-            (self._load_distance(),)
+            (self._load_perceptual_distance(),)
             if self.perceives and not describe_missing_perceptual_weights(self.judge, "")
             else ()
         )
 
-    def _load_distance(self) -> Distance:
+    def _load_perceptual_distance(self) -> PerceptualDistance:
         """Returns the network of the perceptual distance, which is loaded at the first call."""
         if self.network is None:
-            self.network = perceptual.load_distance(self.judge.path)
+            self.network = perceptual.load_perceptual_distance(self.judge.path)
         return self.network
 
     def compute_reconstruction_loss(self, terms: Mapping[str, Tensor]) -> Tensor:
         """Returns the loss (B,): the term "recon", plus the weighted term "perceptual" if the recipe has this loss."""
         return terms["recon"] + self.judge.weight * terms["perceptual"] if self.perceives else terms["recon"]
 
-    def compute_critique(
+    def compute_critique_terms_and_gradient(
         self,
         nets: Nets,
         example: dict[str, Tensor],
         picture: Tensor,
         truth: Tensor,
-        of_mean: Tensor,
+        reconstruction_gradient: Tensor,
         out: Tensor | None = None,
-        last: LastLayer | None = None,
+        last_layer: LastLayer | None = None,
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Computes the adversarial loss of a first stage, balanced with its reconstruction loss. Stores `picture` and
         `truth` in `example` for the discriminator's turn.
 
-        picture  the reconstruction that the discriminator judges, computed from `out`.
-        truth    the original.
-        of_mean  the gradient of the reconstruction loss with respect to `out`.
-        out      the decoder's output; None: `picture` itself.
-        last     the layer that computed `out`: the two gradients are balanced at its filters. None: they are balanced
-                 at `out`.
+        picture     the reconstruction that the discriminator judges, computed from `out`.
+        truth       the original.
+        reconstruction_gradient
+                    the gradient of the reconstruction loss with respect to `out`.
+        out         the decoder's output; None: `picture` itself.
+        last_layer  the layer that computed `out`: the two gradients are balanced at its filters. None: they are
+                    balanced at `out`.
 
         Returns (terms, gradient): the gradient of critique_weight * critique with respect to `out`, and the terms, (B,)
         each:
@@ -198,13 +199,13 @@ class PictureLoss:
         """
         critique = -nets["discriminator"](picture).flatten(1).mean(1)
         of_critique = adversarial.compute_picture_gradient(critique, picture if out is None else out)
-        if last is None:
-            factor, share = adversarial.compute_balance_factor_and_ratio(of_mean, of_critique)
+        if last_layer is None:
+            factor, share = adversarial.compute_balance_factor_and_ratio(reconstruction_gradient, of_critique)
         else:
             factor, share = adversarial.compute_balance_factor_and_ratio(
                 *(
-                    adversarial.compute_filter_gradient(last.entered, of_output, last.side)
-                    for of_output in (of_mean, of_critique)
+                    adversarial.compute_filter_gradient(last_layer.entered, of_output, last_layer.side)
+                    for of_output in (reconstruction_gradient, of_critique)
                 ),
                 max_factor=_MOST,
             )
@@ -245,8 +246,8 @@ class PictureLoss:
         return terms | {"loss": loss.mean().float()}
 
 
-def make_loss_of_value_and_gradient(value: Tensor, pull: Tensor) -> Tensor:
-    """Returns a scalar loss whose value is the mean of `value` (B,), and whose gradient is that of the mean of `pull`
-    (B,).
+def make_loss_from_value_and_gradient(value: Tensor, gradient_source: Tensor) -> Tensor:
+    """Returns a scalar loss whose value is the mean of `value` (B,), and whose gradient is that of the mean of
+    `gradient_source` (B,).
     """
-    return (value.detach() + (pull - pull.detach())).mean()
+    return (value.detach() + (gradient_source - gradient_source.detach())).mean()

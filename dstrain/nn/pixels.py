@@ -11,7 +11,7 @@ def convert_to_uint8(pixels: Tensor) -> Tensor:
     return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def require_shape(x: Tensor, shape: tuple[int, int, int], channels: str) -> None:
+def require_model_input_shape(x: Tensor, shape: tuple[int, int, int], channels: str) -> None:
     """Raises ConfigError unless the last three axes of x are `shape` (C, H, W), the model's input. `channels` is the
     name of the recipe's field that gives C, for the message.
     """

@@ -36,7 +36,7 @@ def make_sincos_positions(
     return torch.from_numpy(np.concatenate(halves, axis=1).astype(np.float32))
 
 
-def make_sincos_times(dim: int, count: int) -> Tensor:
+def make_sincos_frame_positions(dim: int, count: int) -> Tensor:
     """Returns fixed positions of frames 0 to count - 1, float32 (count, dim): dim // 2 sines, then as many cosines
     minus 1. The first frame's position is all zeros, so that it leaves a network for images unchanged.
     """
@@ -44,11 +44,11 @@ def make_sincos_times(dim: int, count: int) -> Tensor:
     return torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles) - 1), axis=1).astype(np.float32))
 
 
-def make_rotations(
+def make_rotary_embedding(
     sides: Sequence[int], head_dim: int, bases: Sequence[float | None] = (), before: int = 0, after: int = 0
 ) -> Tensor:
     """Returns rotary positions (RoPE, Su et al. 2021) of a grid of N tokens: float32 (1, 2, before + N + after,
-    head_dim), the cosines and the sines of the angles by which `rotate_values` turns queries and keys.
+    head_dim), the cosines and the sines of the angles by which `apply_rotary_embedding` turns queries and keys.
 
     sides          tokens along each of 1 to 3 axes. Each axis rotates a share of a head's values, in pairs of
                    neighbours.
@@ -71,9 +71,9 @@ def make_rotations(
     return torch.from_numpy(np.stack((np.cos(angles), np.sin(angles)))[None].astype(np.float32))
 
 
-def rotate_values(x: Tensor, rotation: Tensor) -> Tensor:
+def apply_rotary_embedding(x: Tensor, rotation: Tensor) -> Tensor:
     """Returns x (B, heads, N, d) with each pair of neighbouring values rotated by its angle. `rotation`, (1 or B, 2, N,
-    d), holds the angles' cosines and sines, as `make_rotations` returns them.
+    d), holds the angles' cosines and sines, as `make_rotary_embedding` returns them.
     """
     cosines, sines = rotation[:, :1], rotation[:, 1:]
     # The signs go to the small table of sines, and the values change places by roll: slices of x would be scattered one

@@ -18,12 +18,12 @@ SAMPLINGS = ("soft", "straight_through", "reinmax")
 _LEAST = 2.0**-25  # below every uniform number but 0, and with a finite logarithm
 
 
-def widen_precision(x: Tensor) -> Tensor:
+def upcast_to_float32(x: Tensor) -> Tensor:
     """Returns x in float32; in float64 if it is float64 already."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-def draw_gumbel(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
+def draw_gumbel_noise(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """Returns standard Gumbel noise, float32 (B, *shape), between -2.9 and 16.7. Row i is determined by key[i] and
     `name`.
     """
@@ -64,7 +64,7 @@ def _make_reinmax_surrogate(logits: Tensor, hard: Tensor, temperature: Tensor) -
     pi = logits.detach().softmax(1)
     halfway = ((logits.detach() / temperature).softmax(1) + hard) / 2
 
-    def make_tensor_with_softmax_jacobian(p):
+    def make_tensor_with_softmax_jacobian(p: Tensor) -> Tensor:
         """Returns a tensor whose Jacobian with respect to the logits is diag(p) - p p^T, for a fixed p."""
         return p * (logits - (p * logits).sum(1, keepdim=True))
 

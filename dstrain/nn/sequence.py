@@ -1,17 +1,17 @@
 """Sharing of a sample's tokens by neighbouring ranks (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-    x = take_own_part(x, 1)            # before the blocks: of N ranks each keeps an N-th of the tokens
+    x = take_rank_slice(x, 1)          # before the blocks: of N ranks each keeps an N-th of the tokens
     x = attend(..., shared=1)          # within: all tokens of an N-th of the heads, by an exchange before and after
-    x = gather_parts(x, 1)             # behind the last block: all tokens on every rank, which all compute the loss
+    x = gather_rank_slices(x, 1)       # behind the last block: all tokens on every rank, which all compute the loss
 
-ZeRO's mean of gradients over all ranks is then right, if the backward pass of `gather_parts` sends nothing and
-multiplies the gradient of a rank's own tokens by N. For every weight between `take_own_part` and `gather_parts` a rank
-computes N times the part of its tokens, and the mean over N ranks is the sum. The same holds for weights before
-`take_own_part`, though the gradients of the tokens there differ between the ranks. So what `gather_parts` has gathered
-must not be cut by `take_own_part` once more: `take_own_part_again` gathers the gradients, too.
+ZeRO's mean of gradients over all ranks is then right, if the backward pass of `gather_rank_slices` sends nothing and
+multiplies the gradient of a rank's own tokens by N. For every weight between `take_rank_slice` and `gather_rank_slices`
+a rank computes N times the part of its tokens, and the mean over N ranks is the sum. The same holds for weights before
+`take_rank_slice`, though the gradients of the tokens there differ between the ranks. So what `gather_rank_slices` has
+gathered must not be cut by `take_rank_slice` once more: `take_rank_slice_of_gathered` gathers the gradients, too.
 
-Outside of `share_tokens` all functions return their argument. Notation: N ranks, H heads, n own tokens, d values of a
-head.
+Outside of `share_tokens_among_ranks` all functions return their argument. Notation: N ranks, H heads, n own tokens, d
+values of a head.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ _team: Team | None = None  # for all threads: on a GPU, one of autograd's comput
 
 
 @contextmanager
-def share_tokens(group: ProcessGroup | None) -> Iterator[None]:
+def share_tokens_among_ranks(group: ProcessGroup | None) -> Iterator[None]:
     """Inside the block, the ranks of `group` share the tokens of a sample: the functions of this module split and
     gather them in forward and backward passes. If `group` is None, this rank has all tokens. Afterwards the earlier
     setting is restored.
@@ -49,14 +49,14 @@ def share_tokens(group: ProcessGroup | None) -> Iterator[None]:
         _team = before
 
 
-def is_sharing() -> bool:
-    """Returns whether this runs inside a `share_tokens` block with a group, so that ranks share the tokens of
-    a sample.
+def is_sharing_tokens() -> bool:
+    """Returns whether this runs inside a `share_tokens_among_ranks` block with a group, so that ranks share the tokens
+    of a sample.
     """
     return _team is not None
 
 
-def take_own_part(x: Tensor, axis: int) -> Tensor:
+def take_rank_slice(x: Tensor, axis: int) -> Tensor:
     """Returns a copy of this rank's part of an axis of x. x must be equal on all ranks that share tokens, and the
     number of these ranks must divide the axis. If no tokens are shared, returns x itself.
     """
@@ -67,74 +67,76 @@ def take_own_part(x: Tensor, axis: int) -> Tensor:
     return x.narrow(axis, _team.rank * length, length).clone()
 
 
-def take_own_parts(x: Tensor, count: int, axis: int) -> Tensor:
-    """Splits an axis into its first `count` entries and the rest, and returns this rank's part of both, concatenated.
+def take_rank_slice_of_both_parts(x: Tensor, split_at: int, axis: int) -> Tensor:
+    """Splits an axis into its first `split_at` entries and the rest, and returns this rank's part of both,
+    concatenated. If no tokens are shared, returns x itself.
+    """
+    if _team is None:
+        return x
+    return torch.cat(
+        [take_rank_slice(part, axis) for part in x.split((split_at, x.shape[axis] - split_at), axis)], axis
+    )
+
+
+def reorder_like_gathered_slices(x: Tensor, split_at: int, axis: int) -> Tensor:
+    """Reorders a whole axis of x as `attend` sees tokens that ranks took by `take_rank_slice_of_both_parts` with the
+    same `split_at`: for each rank in turn its part of the first `split_at` entries, then its part of the rest.
     If no tokens are shared, returns x itself.
     """
     if _team is None:
         return x
-    return torch.cat([take_own_part(part, axis) for part in x.split((count, x.shape[axis] - count), axis)], axis)
-
-
-def order_as_gathered(x: Tensor, count: int, axis: int) -> Tensor:
-    """Reorders a whole axis of x as `attend` sees tokens that ranks took by `take_own_parts` with the same `count`: for
-    each rank in turn its part of the first `count` entries, then its part of the rest. If no tokens are shared, returns
-    x itself.
-    """
-    if _team is None:
-        return x
-    parts = [part.tensor_split(_team.size, axis) for part in x.split((count, x.shape[axis] - count), axis)]
+    parts = [part.tensor_split(_team.size, axis) for part in x.split((split_at, x.shape[axis] - split_at), axis)]
     return torch.cat([piece for pieces in zip(*parts, strict=True) for piece in pieces], axis)
 
 
-def gather_parts(x: Tensor, axis: int) -> Tensor:
+def gather_rank_slices(x: Tensor, axis: int) -> Tensor:
     """Returns x with the whole axis, gathered from the parts of all ranks that share tokens. These ranks call this
     together, and must compute the same from the result. If no tokens are shared, returns x itself.
     """
-    return x if _team is None else _Whole.apply(x, axis)
+    return x if _team is None else _GatherSlices.apply(x, axis)
 
 
-def take_own_part_again(x: Tensor, axis: int) -> Tensor:
-    """Returns this rank's part of an axis that `gather_parts` has made whole before. The backward pass gathers the
-    gradients of all parts, so all ranks that share tokens must run it. If no tokens are shared, returns x itself.
+def take_rank_slice_of_gathered(x: Tensor, axis: int) -> Tensor:
+    """Returns this rank's part of an axis that `gather_rank_slices` has made whole before. The backward pass gathers
+    the gradients of all parts, so all ranks that share tokens must run it. If no tokens are shared, returns x itself.
     """
-    return x if _team is None else _OwnPart.apply(x, axis)
+    return x if _team is None else _TakeSlice.apply(x, axis)
 
 
-def gather_tokens_and_split_heads(x: Tensor, runs: int) -> Tensor:
+def gather_tokens_and_split_heads(x: Tensor, num_stretches: int) -> Tensor:
     """Exchanges tokens for heads among the N ranks that share tokens: (B, H, n, d) -> (B, H / N, N n, d). Before, a
     rank has its own n tokens with all H heads; afterwards all N n tokens with its own H / N heads.
 
-    runs  the number of stretches of equal length that the tokens form, such as frames; a rank holds its part of each.
+    num_stretches  how many stretches of equal length the tokens form, such as frames; a rank holds its part of each.
     """
-    return _exchange_axes(x.unflatten(2, (runs, -1)), gather=3, give=1).flatten(2, 3)
+    return _exchange_axes(x.unflatten(2, (num_stretches, -1)), gather_axis=3, split_axis=1).flatten(2, 3)
 
 
-def gather_heads_and_split_tokens(x: Tensor, runs: int) -> Tensor:
-    """Inverts `gather_tokens_and_split_heads`: (B, H / N, N n, d) -> (B, H, n, d). `runs` must be the same."""
-    return _exchange_axes(x.unflatten(2, (runs, -1)), gather=1, give=3).flatten(2, 3)
+def gather_heads_and_split_tokens(x: Tensor, num_stretches: int) -> Tensor:
+    """Inverts `gather_tokens_and_split_heads`: (B, H / N, N n, d) -> (B, H, n, d). `num_stretches` must be the same."""
+    return _exchange_axes(x.unflatten(2, (num_stretches, -1)), gather_axis=1, split_axis=3).flatten(2, 3)
 
 
-def gather_parts_and_split_channels(x: Tensor, axis: int) -> Tensor:
+def gather_axis_and_split_channels(x: Tensor, axis: int) -> Tensor:
     """Exchanges channels for parts of an axis among the N ranks that share tokens: (..., n, ..., D) -> (..., N n, ...,
     D / N). Before, a rank has its own n entries of `axis` with all D channels (the last axis); afterwards all N n
     entries with its own D / N channels. If no tokens are shared, returns x itself.
     """
-    return x if _team is None else _exchange_axes(x, gather=axis, give=x.ndim - 1)
+    return x if _team is None else _exchange_axes(x, gather_axis=axis, split_axis=x.ndim - 1)
 
 
-def gather_channels_and_split_parts(x: Tensor, axis: int) -> Tensor:
-    """Inverts `gather_parts_and_split_channels`: (..., N n, ..., D / N) -> (..., n, ..., D)."""
-    return x if _team is None else _exchange_axes(x, gather=x.ndim - 1, give=axis)
+def gather_channels_and_split_axis(x: Tensor, axis: int) -> Tensor:
+    """Inverts `gather_axis_and_split_channels`: (..., N n, ..., D / N) -> (..., n, ..., D)."""
+    return x if _team is None else _exchange_axes(x, gather_axis=x.ndim - 1, split_axis=axis)
 
 
-def _exchange_axes(x: Tensor, gather: int, give: int) -> Tensor:
-    """Returns x with the axis `gather` N times as long and the axis `give` N times shorter, by an all-to-all among the
-    N ranks that share tokens. The backward pass exchanges the gradients back.
+def _exchange_axes(x: Tensor, gather_axis: int, split_axis: int) -> Tensor:
+    """Returns x with the axis `gather_axis` N times as long and the axis `split_axis` N times shorter, by an all-to-all
+    among the N ranks that share tokens. The backward pass exchanges the gradients back.
     """
-    parts = torch.stack(x.chunk(_team.size, give))  # (N, ...), one for each rank
+    parts = torch.stack(x.chunk(_team.size, split_axis))  # (N, ...), one for each rank
     # A function of torch, for torch.compile: it may lose the gradient of an autograd.Function with collectives.
-    return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, _team.name).unbind(0), gather)
+    return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, _team.name).unbind(0), gather_axis)
 
 
 def _gather_axis(x: Tensor, axis: int) -> Tensor:
@@ -144,7 +146,7 @@ def _gather_axis(x: Tensor, axis: int) -> Tensor:
     return torch.cat(operations.wait_tensor(parts).chunk(_team.size), axis)
 
 
-class _Whole(torch.autograd.Function):
+class _GatherSlices(torch.autograd.Function):
     """Gathers the parts of all ranks. Its backward pass returns N times the gradient of the own part."""
 
     @staticmethod
@@ -156,19 +158,19 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Returns this rank's part of the gradient, times the number of ranks that share tokens."""
-        return take_own_part(gradient, ctx.axis) * _team.size, None
+        return take_rank_slice(gradient, ctx.axis) * _team.size, None
 
 
-class _OwnPart(torch.autograd.Function):
+class _TakeSlice(torch.autograd.Function):
     """Takes the own part. Its backward pass gathers the gradients of all parts and divides them by N, the factor by
-    which `_Whole` will multiply them.
+    which `_GatherSlices` will multiply them.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
         """Returns this rank's part of an axis."""
         ctx.axis = axis
-        return take_own_part(x, axis)
+        return take_rank_slice(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:

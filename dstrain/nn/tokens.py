@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear
-from dstrain.nn.positions import rotate_values
-from dstrain.nn.quantize import widen_precision
+from dstrain.nn.positions import apply_rotary_embedding
+from dstrain.nn.quantize import upcast_to_float32
 from dstrain.recipe import ConfigError
 
 EPSILON = 1e-6  # of all norms
@@ -36,11 +36,11 @@ class RMSNorm(nn.Module):
         """Returns x divided by the root mean square over its last axis, times the weights, in the dtype of x: (...,
         dim) -> (..., dim).
         """
-        wide = widen_precision(x)
+        wide = upcast_to_float32(x)
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPSILON)).to(x.dtype) * self.weight
 
 
-def build_norm(kind: str, dim: int) -> nn.Module:
+def build_norm_layer(kind: str, dim: int) -> nn.Module:
     """Returns a norm over the last axis of `dim` values. `kind`: layer (LayerNorm without weights), layer_affine (with
     weights) or rms (RMSNorm).
     """
@@ -89,7 +89,7 @@ class Attention(nn.Module):
     qk_norm       none; rms or layer: of each head's queries and keys; rms_all: of all heads at once, as in Wan.
     context_dim   width of the context; 0: the tokens attend to themselves.
     init          initialization of the output projection.
-    project       whether there is an output projection; without it only `project_heads` can be called.
+    project       whether there is an output projection; without it only `project_queries_keys_values` can be called.
 
     Raises ConfigError if num_heads does not divide dim.
     """
@@ -115,11 +115,11 @@ class Attention(nn.Module):
         if qk_norm != "none":
             width = dim if self.norms_all else dim // num_heads
             kind = {"rms_all": "rms", "layer": "layer_affine"}.get(qk_norm, qk_norm)
-            self.q_norm, self.k_norm = build_norm(kind, width), build_norm(kind, width)
+            self.q_norm, self.k_norm = build_norm_layer(kind, width), build_norm_layer(kind, width)
         if project:
             self.proj = Linear(dim, dim, init=init)
 
-    def project_heads(
+    def project_queries_keys_values(
         self, x: Tensor, context: Tensor | None = None, rotation: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """Returns the queries of x, (B, h, N, d), and the keys and values of `context`, or of x if it is None, (B, h,
@@ -136,7 +136,7 @@ class Attention(nn.Module):
         if normed and not self.norms_all:
             query, key = self.q_norm(query), self.k_norm(key)
         if rotation is not None:
-            query, key = rotate_values(query, rotation), rotate_values(key, rotation)
+            query, key = apply_rotary_embedding(query, rotation), apply_rotary_embedding(key, rotation)
         return query, key, value
 
     def forward(
@@ -146,11 +146,13 @@ class Attention(nn.Module):
         other if it is None.
 
         context   (B, M, context_dim); may not be given where ranks share the tokens (sequence.py).
-        rotation  (1, 2, N, d), the result of `make_rotations` (positions.py); None: no rotation.
+        rotation  (1, 2, N, d), the result of `make_rotary_embedding` (positions.py); None: no rotation.
         mask      bool (B, 1, 1, M), True where a token may be read; None: all may be.
         """
         shared = 1 if context is None else 0
-        return self.proj(join_heads(attend(*self.project_heads(x, context, rotation), mask, shared=shared)))
+        return self.proj(
+            join_heads(attend(*self.project_queries_keys_values(x, context, rotation), mask, shared=shared))
+        )
 
 
 def join_heads(x: Tensor) -> Tensor:

@@ -88,14 +88,14 @@ class Case:
         return replace(self, run=run, ds_config=ds_config)
 
 
-def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
+def find_smallest_fitting_change(estimate: Estimate, case: Case) -> Estimate | None:
     """Returns the estimate of the case after the smallest change with which the run fits: the one that changes the
     fewest choices, and of several the fastest. `estimate` is that of the unchanged case. Returns None if no change on
     this number of GPUs makes the run fit.
     """
     if case.chip.memory <= CONTEXT:
         return None
-    choices, share = estimate.list_choices(), _count_samples_per_rank(case)
+    choices, share = estimate.collect_choices(), _count_samples_per_rank(case)
     now = RECOMPUTE.index(choices["model.recompute"]) if choices["model.recompute"] in RECOMPUTE else 0
     changes: dict[str, list[Any]] = {
         "recompute": [*RECOMPUTE[now + 1 :]] if "recompute" in case.run.model else [],
@@ -109,7 +109,7 @@ def find_smallest_change(estimate: Estimate, case: Case) -> Estimate | None:
         ways = [{name: changes[name] for name in names} for names in itertools.combinations(changes, size)]
         fitting = [tried for way in ways for tried in _iterate_fitting_estimates(case, way)]
         if fitting:
-            return min(fitting, key=_make_cost_key)
+            return min(fitting, key=_make_cost_sort_key)
     return None
 
 
@@ -118,13 +118,13 @@ def find_fit_with_shared_samples(case: Case) -> Estimate | None:
     fits. All other choices save memory: stage 3, micro-batches of one sample, and recompute=all or offload. Returns
     None if the run fits with no such number.
     """
-    for ranks in _list_sequence_sizes(case)[1:] if case.chip.memory > CONTEXT else ():
+    for ranks in _list_sharing_rank_counts(case)[1:] if case.chip.memory > CONTEXT else ():
         if fitting := _find_fit_at_stage_3(case.copy_with(sequence=ranks)):
             return fitting
     return None
 
 
-def find_estimate_with_more_gpus(case: Case) -> Estimate | None:
+def find_fit_with_more_gpus(case: Case) -> Estimate | None:
     """Returns the estimate of the case on 2, 4, 8, ... times as many GPUs: the smallest number on which the run fits.
     All other choices save memory: stage 3, micro-batches of one sample, and recompute=all or offload.
 
@@ -158,18 +158,18 @@ def _iterate_fitting_estimates(case: Case, changes: dict[str, list[Any]]) -> Ite
     for way in itertools.product(*others):
         other = case.copy_with(**dict(way))
         sizes = [{"micro": micro} for micro in changes["micro"]] if "micro" in changes else [{}]
-        if tried := _find_first_fitting_size(partial(_estimate_with_size, other), sizes):
+        if tried := _find_first_fitting_estimate(partial(_estimate_with_micro_batch, other), sizes):
             yield tried
 
 
-def _estimate_with_size(case: Case, size: dict[str, int]) -> Estimate | None:
+def _estimate_with_micro_batch(case: Case, size: dict[str, int]) -> Estimate | None:
     """Returns the estimate of the case with the micro-batch in `size`, {"micro": n}, or with its own if `size` is {}.
     Returns None if the case cannot be estimated.
     """
     return _estimate_or_none(case.copy_with(**size))
 
 
-def _find_first_fitting_size(
+def _find_first_fitting_estimate(
     try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]
 ) -> Estimate | None:
     """Returns the estimate of the first of `sizes` that fits, None if none fits. `try_` returns the estimate of a size,
@@ -187,7 +187,7 @@ def _find_first_fitting_size(
     return fitting
 
 
-def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
+def search_fitting_estimates(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
     """Estimates every combination of stage, micro-batch and recomputation. Returns the estimates that fit, the fastest
     first. Calls `report` with each estimate, also with those that do not fit. If one sample does not fit on a rank,
     several ranks share each sample.
@@ -199,14 +199,16 @@ def search_choices(case: Case, report: Callable[[Estimate], None]) -> list[Estim
         return fitting
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
-        for ranks in _list_sequence_sizes(case):
-            if found := _search_micro_batches(case.copy_with(stage=stage, recompute=choice, sequence=ranks), report):
+        for ranks in _list_sharing_rank_counts(case):
+            if found := _search_fitting_micro_batches(
+                case.copy_with(stage=stage, recompute=choice, sequence=ranks), report
+            ):
                 fitting += found
                 break
-    return sorted(fitting, key=_make_cost_key)
+    return sorted(fitting, key=_make_cost_sort_key)
 
 
-def _search_micro_batches(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
+def _search_fitting_micro_batches(case: Case, report: Callable[[Estimate], None]) -> list[Estimate]:
     """Estimates the case with larger and larger micro-batches, until one does not fit; then only the largest, a step
     without accumulation. Calls `report` with each estimate, and returns those that fit.
     """
@@ -227,7 +229,7 @@ def _count_samples_per_rank(case: Case) -> int:
     return case.run.batch.global_ * case.run.parallel.sequence // case.layout.world
 
 
-def _list_sequence_sizes(case: Case) -> list[int]:
+def _list_sharing_rank_counts(case: Case) -> list[int]:
     """Returns the numbers of ranks that may share a sample: the recipe's number, and its doubles as long as they divide
     both the GPUs of a machine and all GPUs, and the system allows them.
     """
@@ -249,7 +251,7 @@ def _estimate_or_none(case: Case) -> Estimate | None:
         return None
 
 
-def _make_cost_key(estimate: Estimate) -> tuple[float, ...]:
+def _make_cost_sort_key(estimate: Estimate) -> tuple[float, ...]:
     """Returns a key by which estimates are sorted, the cheapest first: by time, or, if the chip's rates are unknown, by
     host memory, recomputed operations and exchanged bytes.
     """

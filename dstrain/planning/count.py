@@ -49,7 +49,7 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
     """
     worker = _get_worker()
     try:
-        return worker.submit(_call_with_portable_errors, list_trusted_packages(), work, *arguments).result()
+        return worker.submit(_call_with_picklable_errors, list_trusted_packages(), work, *arguments).result()
     except KeyboardInterrupt:
         for process in worker._processes.values():  # public as kill_workers() from Python 3.14 on
             process.kill()
@@ -57,7 +57,7 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
         raise
 
 
-def _call_with_portable_errors(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
+def _call_with_picklable_errors(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
     """Calls `work` within the worker process, and returns its result. First allows the worker to import the `trusted`
     packages as systems. An exception that cannot be pickled becomes a RuntimeError with the traceback as text.
     """
@@ -84,7 +84,7 @@ def _prepare_worker() -> None:
     parent, and imports DeepSpeed.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal sends it to the parent, too.
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_exit_when_parent_ends, daemon=True).start()
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for output in (1, 2):
@@ -95,7 +95,7 @@ def _prepare_worker() -> None:
     gc.freeze()
 
 
-def _end_with_parent() -> None:
+def _exit_when_parent_ends() -> None:
     """Waits until the parent process has ended, then ends this process with exit code 1."""
     multiprocessing.parent_process().join()
     os._exit(1)

@@ -12,7 +12,7 @@ from typing import Any
 from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_weights_and_checkpoint_bytes, describe_memory_of_states
-from dstrain.planning.step import choose_measured_step
+from dstrain.planning.step import choose_step_to_measure
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 from dstrain.tracking.flops import count_step_flops
@@ -91,7 +91,7 @@ class Estimate:
         """Returns the number of samples that a rank takes in one forward pass."""
         return self.settings["train_micro_batch_size_per_gpu"]
 
-    def list_choices(self) -> dict[str, Any]:
+    def collect_choices(self) -> dict[str, Any]:
         """Returns {key as a user writes it: value} of the choices that `dstrain plan` may change so that a run fits."""
         zero = {"stage": read_stage(self.settings)} | {
             name: read_offload_device(self.settings, name) for name in OPTIONAL
@@ -102,7 +102,7 @@ class Estimate:
             "parallel.sequence": self.run.parallel.sequence,
         } | {f"zero_optimization.{name}": value for name, value in zero.items()}
 
-    def list_figures(self) -> dict[str, Any]:
+    def collect_cost_figures(self) -> dict[str, Any]:
         """Returns all costs by name, as values for JSON: seconds, bytes, operations, kilowatt-hours."""
         counts, time = self.counts, self.time
         values: dict[str, Any] = {
@@ -112,7 +112,7 @@ class Estimate:
             "precision": read_precision(self.settings),
             "batch": self.run.batch.global_,
             "accumulation": self.settings["gradient_accumulation_steps"],
-            "choices": self.list_choices(),
+            "choices": self.collect_choices(),
             "weights": counts.weights,
             "device": counts.device,
             "device_bytes": self.device_bytes,
@@ -169,9 +169,9 @@ def find_changed_choices(before: Estimate, after: Estimate) -> dict[str, Any]:
     """Returns {key: value of `after`} for the choices in which two estimates differ, and "world": the new number of
     GPUs, if that differs.
     """
-    choices = before.list_choices()
+    choices = before.collect_choices()
     more = {"world": after.layout.world} if after.layout.world != before.layout.world else {}
-    return more | {name: value for name, value in after.list_choices().items() if value != choices[name]}
+    return more | {name: value for name, value in after.collect_choices().items() if value != choices[name]}
 
 
 def describe_costs(run: Run, system: System, settings: dict[str, Any], world: int) -> str:
@@ -183,7 +183,7 @@ def describe_costs(run: Run, system: System, settings: dict[str, Any], world: in
     try:
         largest = " of the largest bucket" if run.data.buckets else ""
         work = (
-            count_step_flops(system, run.batch.global_, choose_measured_step(run, system), run.train_only)
+            count_step_flops(system, run.batch.global_, choose_step_to_measure(run, system), run.train_only)
             / world
             / 1e12
         )

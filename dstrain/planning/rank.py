@@ -12,7 +12,7 @@ from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
 from dstrain.engine.settings import read_offload_device, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_bytes_of_states, count_weights_and_checkpoint_bytes
-from dstrain.planning.step import Measured, choose_measured_step, measure_bytes_of_states, measure_step
+from dstrain.planning.step import Measured, choose_step_to_measure, measure_bytes_of_states, measure_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 from dstrain.tracking.flops import count_step_flops
@@ -31,7 +31,7 @@ def count_costs_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, de
     run = run.model_copy(update={"compile": "off"})
     system = systems.build(run.system, run.model)
     flops = (
-        count_step_flops(system, run.batch.global_, choose_measured_step(run, system), run.train_only) / layout.world
+        count_step_flops(system, run.batch.global_, choose_step_to_measure(run, system), run.train_only) / layout.world
     )
     weights, checkpoint = count_weights_and_checkpoint_bytes(run, system)
     measured, own = measure_step_as_rank_0(run, settings, system, layout.world, device)
@@ -136,7 +136,7 @@ def _scale_measures_to_world(measured: Measured, kept: dict[str, int], few: int,
     smaller = kept["masters"] / measured.kept["masters"]
     padded = smaller * world / few
 
-    def scale_shared(kinds: dict[str, int], working: float) -> dict[str, int]:
+    def scale_bytes_to_world(kinds: dict[str, int], working: float) -> dict[str, int]:
         """Converts bytes by kind from `few` to `world` ranks. Multiplies those of the kind "working" by the factor
         `working`.
         """
@@ -160,9 +160,9 @@ def _scale_measures_to_world(measured: Measured, kept: dict[str, int], few: int,
 
     return replace(
         measured,
-        kept=scale_shared(measured.kept, 1),
-        passes=scale_shared(measured.passes, 1),
-        update=scale_shared(measured.update, smaller),
+        kept=scale_bytes_to_world(measured.kept, 1),
+        passes=scale_bytes_to_world(measured.passes, 1),
+        update=scale_bytes_to_world(measured.update, smaller),
         collectives=scale_collectives_to_world(measured.collectives),
         begun=[done._replace(collectives=scale_collectives_to_world(done.collectives)) for done in measured.begun],
     )

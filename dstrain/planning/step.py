@@ -73,13 +73,13 @@ def measure_step(
             batches = Repeated(
                 system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"]
             )
-        watch.set_kind(
+        watch.set_storage_kind(
             (tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())), "frozen"
         )
         updates: list[int] = []  # where they begin and end, in turn
         begun: list[Done] = []
         _label_tensors_by_maker(watch, system, engines, updates, begun)
-        last = choose_measured_step(run, system)
+        last = choose_step_to_measure(run, system)
         for number in range(last - _WARM[read_stage(settings)], last + 1):
             _label_states_and_reset_counts(watch, engines, ema)
             begun.clear()
@@ -118,8 +118,8 @@ def measure_bytes_of_states(
             for moment in masters.moment_kinds:
                 masters.read_moments(moment)
         for name, tensor in list_kept_tensors(engines.masters, ema):
-            watch.set_kind([tensor], name, MADE_IN_A_STEP)
-        watch.set_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+            watch.set_storage_kind([tensor], name, MADE_IN_A_STEP)
+        watch.set_storage_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         sizes = watch.sum_living_bytes()
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
@@ -145,9 +145,9 @@ def _label_tensors_by_maker(
         with watch.set_kind_of_new_storages("inputs"):
             yield
 
-    wrap_method(system, "encode", label_tensors_of_encoding)
-    wrap_method(engines, "learn", lambda: watch.set_kind_of_new_storages("working"))
-    wrap_method(engines.host, "send_to_host", lambda: watch.set_kind_of_new_storages(ON_HOST))
+    wrap_method_in_context(system, "encode", label_tensors_of_encoding)
+    wrap_method_in_context(engines, "learn", lambda: watch.set_kind_of_new_storages("working"))
+    wrap_method_in_context(engines.host, "send_to_host", lambda: watch.set_kind_of_new_storages(ON_HOST))
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
@@ -155,29 +155,29 @@ def _label_tensors_by_maker(
         """Records the events at which an optimizer's step begins and ends. Before it, labels gradients and secondary
         weights.
         """
-        watch.set_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-        watch.set_kind(list_secondary_weights(engines.masters), "secondary")
+        watch.set_storage_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        watch.set_storage_kind(list_secondary_weights(engines.masters), "secondary")
         updates.append(watch.num_events)
         yield
         updates.append(watch.num_events)
 
     for masters in engines.masters.values():
-        wrap_method(masters, "step", label_tensors_of_update)
+        wrap_method_in_context(masters, "step", label_tensors_of_update)
         for owner, name, kind in list_tensor_makers(masters):
-            wrap_method(owner, name, partial(watch.set_kind_of_new_storages, kind))
+            wrap_method_in_context(owner, name, partial(watch.set_kind_of_new_storages, kind))
 
 
-def wrap_method(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
+def wrap_method_in_context(owner: Any, name: str, context: Callable[[], AbstractContextManager]) -> None:
     """Replaces a method of `owner` by one that enters a new `context()` around each call."""
     method = getattr(owner, name)
 
     @wraps(method)
-    def call_within(*args: Any, **kwargs: Any) -> Any:
+    def call_in_context(*args: Any, **kwargs: Any) -> Any:
         """Calls the method within a new context."""
         with context():
             return method(*args, **kwargs)
 
-    setattr(owner, name, call_within)
+    setattr(owner, name, call_in_context)
 
 
 def _label_states_and_reset_counts(watch: Watch, engines: Engines, ema: EmaShadow) -> None:
@@ -186,14 +186,14 @@ def _label_states_and_reset_counts(watch: Watch, engines: Engines, ema: EmaShado
     bytes moved to the host.
     """
     for kind, tensor in list_kept_tensors(engines.masters, ema):
-        watch.set_kind([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
-    watch.set_kind(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
-    watch.replace_kinds("other", MADE_IN_A_STEP)
+        watch.set_storage_kind([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
+    watch.set_storage_kind(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
+    watch.replace_storage_kinds("other", MADE_IN_A_STEP)
     watch.pop_collectives()
     watch.recomputed, watch.moved = 0.0, 0
 
 
-def choose_measured_step(run: Run, system: System) -> int:
+def choose_step_to_measure(run: Run, system: System) -> int:
     """Returns the number of the step to measure: among the first step and the last 4096, one in which the system does
     most work. Prefers a multiple of 16 among equals, since a loss term that comes every 16 steps falls on it.
     """

@@ -54,7 +54,7 @@ def _is_recomputing() -> bool:
 
 class Watch(TorchDispatchMode):
     """Records, within the block, the size and kind of each storage that an operation makes. The kind is the value of
-    `kind` at that moment; `set_kind` can change it. Storages of the kind ON_HOST are not in the GPU's memory.
+    `kind` at that moment; `set_storage_kind` can change it. Storages of the kind ON_HOST are not in the GPU's memory.
     """
 
     def __init__(self) -> None:
@@ -73,9 +73,9 @@ class Watch(TorchDispatchMode):
             return args[0].device  # This is asked more often than any operation is done.
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
-            self._count_exchange(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
+            self._record_collective(func.name().partition(".")[0].removeprefix("c10d::").strip("_"), args)
         elif func.namespace == "_c10d_functional":
-            self._count_token_exchange(func.name().rpartition("::")[2], args, out)
+            self._record_token_exchange(func.name().rpartition("::")[2], args, out)
         elif self.kind == "working" and _is_recomputing():
             self.recomputed += count_operation_flops(func, args, kwargs or {}, out)
         for tensor in (out,) if isinstance(out, Tensor) else tree_leaves(out):
@@ -92,18 +92,18 @@ class Watch(TorchDispatchMode):
         if address not in self._numbers:
             number = self._numbers[address] = len(self.kinds)
             self.kinds[number] = self.kind
-            self._references[address] = weakref.ref(storage, lambda _: self._record_end_of_storage(address, size))
+            self._references[address] = weakref.ref(storage, lambda _: self._record_freed_storage(address, size))
             self._events.append((number, size))
             if self.kind == ON_HOST:
                 self.moved += size
         return self._numbers[address]
 
-    def _record_end_of_storage(self, address: int, size: int) -> None:
+    def _record_freed_storage(self, address: int, size: int) -> None:
         """Records that a storage of `size` bytes has been freed."""
         del self._references[address]
         self._events.append((self._numbers.pop(address), -size))
 
-    def set_kind(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
+    def set_storage_kind(self, tensors: Iterable[Tensor], kind: str, instead_of: tuple[str, ...] = ()) -> None:
         """Sets the kind of the tensors' storages to `kind`. With `instead_of` changes only storages whose kind is one
         of these.
         """
@@ -151,13 +151,13 @@ class Watch(TorchDispatchMode):
         pinned = (int(math.copysign(2 ** (abs(size) - 1).bit_length(), size)) for size in changes)
         return max(accumulate(pinned, initial=0))
 
-    def replace_kinds(self, kind: str, instead_of: tuple[str, ...]) -> None:
+    def replace_storage_kinds(self, kind: str, instead_of: tuple[str, ...]) -> None:
         """Sets to `kind` the kind of all existing storages whose kind is one of `instead_of`."""
         for number in self._numbers.values():
             if self.kinds[number] in instead_of:
                 self.kinds[number] = kind
 
-    def _count_exchange(self, name: str, args: tuple) -> None:
+    def _record_collective(self, name: str, args: tuple) -> None:
         """Counts one collective operation of torch.distributed, by operation and number of ranks. Its tensors of the
         kind "working" get the kind "buckets".
         """
@@ -165,13 +165,13 @@ class Watch(TorchDispatchMode):
         ranks = dist.ProcessGroup.unbox(groups[0]).size() if groups else dist.get_world_size()
         for tensor in tree_leaves(args[:2]):
             if isinstance(tensor, Tensor):
-                self.set_kind([tensor], "buckets", ("working",))
+                self.set_storage_kind([tensor], "buckets", ("working",))
         sides = [sum(leaf.nbytes for leaf in tree_leaves(arg) if isinstance(leaf, Tensor)) for arg in args[:2]]
         operation = _NAMES.get(name, name)
         self._calls[operation, ranks] += 1
         self._bytes[operation, ranks] += max(sides)
 
-    def _count_token_exchange(self, name: str, args: tuple, out: Tensor) -> None:
+    def _record_token_exchange(self, name: str, args: tuple, out: Tensor) -> None:
         """Counts one exchange of tokens between the ranks that share samples. The last of `args` is the name of the
         group of these ranks.
         """

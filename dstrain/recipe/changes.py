@@ -92,15 +92,15 @@ def _flatten_run(run: Run) -> dict[str, Any]:
     data.mixture[0].path.
     """
 
-    def list_values(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    def iterate_values(values: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
         """Yields (dotted key, value) of a nested dict; each key begins with `prefix`."""
         for name, value in values.items():
             if isinstance(value, dict):
-                yield from list_values(value, f"{prefix}{name}.")
+                yield from iterate_values(value, f"{prefix}{name}.")
             elif isinstance(value, list) and value and all(isinstance(part, dict) for part in value):
                 for number, part in enumerate(value):
-                    yield from list_values(part, f"{prefix}{name}[{number}].")
+                    yield from iterate_values(part, f"{prefix}{name}[{number}].")
             else:
                 yield f"{prefix}{name}", value
 
-    return dict(list_values(convert_to_plain_values(run), ""))
+    return dict(iterate_values(convert_to_plain_values(run), ""))

@@ -18,7 +18,7 @@ def fits_pattern(pattern: str, part: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(f"{part}/{name}", pattern)
 
 
-def match_caption(patterns: Sequence[str], caption: str) -> list[bool]:
+def match_patterns_to_caption(patterns: Sequence[str], caption: str) -> list[bool]:
     """Returns, for each shell pattern, whether it matches all of the caption. Ignores case."""
     text = caption.casefold()
     return [fnmatchcase(text, pattern.casefold()) for pattern in patterns]

@@ -182,7 +182,7 @@ def suggest_key(key: str, known: Iterable[str]) -> str:
     ]
     if not meant:
         close = difflib.get_close_matches(leaf, [leaves[name] for name in siblings], 1, 0.85)
-        meant = [name for name in siblings if leaves[name] in close or _shares_all_words(leaf, leaves[name])] + same
+        meant = [name for name in siblings if leaves[name] in close or _has_only_words_of(leaf, leaves[name])] + same
     for names, alike in ((siblings, 0.54), (known, 0.6)):
         close = [] if meant else difflib.get_close_matches(leaf, [leaves[name] for name in names], 1, alike)
         meant = meant or [name for name in names if leaves[name] in close]
@@ -194,7 +194,7 @@ def _remove_underscores(word: str) -> str:
     return word.replace("_", "")
 
 
-def _shares_all_words(one: str, other: str) -> bool:
+def _has_only_words_of(one: str, other: str) -> bool:
     """Returns whether all words of `one`, split at underscores, are words of `other`, as "patch" is of "patch_size".
     Also returns True if `one` begins with `other` and an underscore.
     """

@@ -294,7 +294,7 @@ class Ema(Section):
         )
         return self
 
-    def compute_decay(self, decay: float, step: int) -> float:
+    def compute_effective_decay(self, decay: float, step: int) -> float:
         """Returns the decay after `step` updates: `decay`, or with ema.warmup min(decay, (1 + step) / (10 + step))."""
         return min(decay, (1 + step) / (10 + step)) if self.warmup else decay
 

@@ -15,7 +15,7 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Aspect = Annotated[float, Field(gt=0, le=1000)]
 
 
-def require_multiples(sizes: tuple[Shape, ...] | None, unit: int, words: str) -> None:
+def require_divisible_sides(sizes: tuple[Shape, ...] | None, unit: int, words: str) -> None:
     """Raises ConfigError if a width or height in `sizes` (model.sizes, from data.buckets) is not a multiple of `unit`
     pixels. `words` explain the unit in the message.
     """

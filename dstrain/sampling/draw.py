@@ -99,7 +99,7 @@ def require_valid_samples(system: System, images: Any, count: int) -> None:
         )
 
 
-def require_valid_scores(system: System, terms: Any, count: int) -> None:
+def require_valid_evaluation_terms(system: System, terms: Any, count: int) -> None:
     """Raises ConfigError unless `terms`, the result of System.evaluate, is a dict with at least one term, and each term
     is a tensor (count,), (count, K) or, except for `loss`, a scalar tensor.
     """
@@ -131,13 +131,13 @@ def draw_all_samples_on_first_rank(system: System, nets: Nets, request: Request,
     ...), on the CPU of rank 0, and None on the other ranks.
     """
     rounds = [
-        group.gather_rows_on_first_rank(images, count_samples_of_round(len(request.seeds), number, chunk))
+        group.gather_rows_on_first_rank(images, list_rank_sample_counts(len(request.seeds), number, chunk))
         for number, (_, images) in enumerate(draw_share_of_rank(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
 
 
-def count_samples_of_round(total: int, round: int, chunk: int) -> list[int]:
+def list_rank_sample_counts(total: int, round: int, chunk: int) -> list[int]:
     """Returns for each rank how many of the `chunk` samples that it draws in round `round` (from 0) have an index below
     `total`. The rest is surplus.
     """
@@ -146,7 +146,7 @@ def count_samples_of_round(total: int, round: int, chunk: int) -> list[int]:
 
 
 @torch.no_grad()
-def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
+def make_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
     """Makes the pictures of System.pictures, such as reconstructions, from a batch that all ranks hold; a rank takes
     `chunk` samples in a call. Returns {name: uint8 (N, ...)} on the CPU of rank 0, and {name: None} on the other ranks.
     """
@@ -158,12 +158,12 @@ def draw_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
         with set_eval_mode(nets):
             for name, images in system.pictures(nets, system.encode(rows)).items():
                 pictures.setdefault(name, []).append(
-                    group.gather_rows_on_first_rank(images, count_samples_of_round(total, round, chunk))
+                    group.gather_rows_on_first_rank(images, list_rank_sample_counts(total, round, chunk))
                 )
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
 
-def count_class_columns(request: Request, most: int = 20) -> int | None:
+def count_grid_columns_by_class(request: Request, most: int = 20) -> int | None:
     """Returns with how many columns a grid shows one class in each column: the number of classes, if the request's
     labels repeat one sequence of distinct classes, such as 0 1 2 0 1 2.
 
@@ -263,7 +263,7 @@ def score_batches(
         valid = batch.pop("valid")
         with set_eval_mode(nets):
             terms = system.evaluate(nets, system.encode(batch))
-        require_valid_scores(system, terms, len(valid))
+        require_valid_evaluation_terms(system, terms, len(valid))
         means.add_terms({name: values for name, values in terms.items() if name != "quartile"}, valid)
     result = means.average_over_ranks()
     if curves is not None:

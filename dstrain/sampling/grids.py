@@ -8,8 +8,12 @@ from dstrain.data.batches import iterate_held_out
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.recipe import Run, Samples
-from dstrain.sampling.draw import count_class_columns, draw_all_samples_on_first_rank, draw_pictures_on_first_rank
-from dstrain.sampling.requests import make_request, require_condition_rows
+from dstrain.sampling.draw import (
+    count_grid_columns_by_class,
+    draw_all_samples_on_first_rank,
+    make_pictures_on_first_rank,
+)
+from dstrain.sampling.requests import make_sampling_request, require_condition_rows
 from dstrain.systems.base import Batch, Nets, Request, System
 
 
@@ -21,7 +25,7 @@ def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Re
 
     Raises ConfigError if the system returns conditions for another number of samples.
     """
-    request, captions = make_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
+    request, captions = make_sampling_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
     if data:
         own = {name: data[name] for name in request.conditions}
         begin = data["image_embed" if system.takes_embeddings else "image"]
@@ -53,8 +57,8 @@ def draw_grids(
     if system.generates:
         request, captions = make_grid_request(samples, system, data)
         images = draw_all_samples_on_first_rank(system, nets, request, chunk)
-        columns = count_class_columns(request)
+        columns = count_grid_columns_by_class(request)
         yield images, "samples", columns, captions
     if data:
-        for name, images in draw_pictures_on_first_rank(system, nets, data, chunk).items():
+        for name, images in make_pictures_on_first_rank(system, nets, data, chunk).items():
             yield images, name, columns, None

@@ -18,7 +18,7 @@ from dstrain.systems.base import CHOICES, Request, System
 OPTIONS = {"num_steps: ": "--steps: ", "labels: ": "--labels: ", "guidance_scale: ": "--guidance-scale: "}
 
 
-def make_request(
+def make_sampling_request(
     samples: Samples,
     system: System,
     num: int,
@@ -118,7 +118,7 @@ def list_built_in_captions(data: Data, system: System) -> tuple[str, ...]:
     return ()
 
 
-def adapt_samples_for_metrics(samples: Samples, data: Data, system: System) -> Samples:
+def adapt_samples_section_for_metrics(samples: Samples, data: Data, system: System) -> Samples:
     """Returns a copy of the `samples` section for samples that metrics compare with the data. These fields are changed:
 
     labels   None: all classes in turn.

@@ -116,7 +116,7 @@ def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: b
     """
     path = find_samples_file(path)
     clips = (
-        _read_npz(path, data)
+        _read_npz_clips(path, data)
         if path.suffix == ".npz"
         else [_read_last_frames(file, data, primed) for file in _list_prime_files(path)]
     )
@@ -157,7 +157,7 @@ def _read_last_frames(file: Path, data: Data, most: int) -> Tensor:
     return clip[:real]
 
 
-def _read_npz(path: Path, data: Data) -> Tensor:
+def _read_npz_clips(path: Path, data: Data) -> Tensor:
     """Returns the videos or pictures in an .npz, uint8 (N, T, C, H, W), T being 1 for pictures. Raises ConfigError if
     they have another dtype or size than the run's data.
     """

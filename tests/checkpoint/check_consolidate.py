@@ -112,7 +112,7 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
         full = gathered(masters, masters.flats)
         for decay, shadow in naive.items():
             for name, value in shadow.items():
-                value.lerp_(full[name], 1 - EMA.compute_decay(decay, step))
+                value.lerp_(full[name], 1 - EMA.compute_effective_decay(decay, step))
     Checkpoints(folder, engines, ema, History()).save(STEPS, last=True)
     if stage:
         Checkpoints(folder.with_name(f"{folder.name}-native"), engines, ema, History(), Save(format="deepspeed")).save(

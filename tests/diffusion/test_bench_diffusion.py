@@ -50,7 +50,7 @@ def test_histories_are_the_same():
         kept = ours.state_dict()["history"].numpy()
         assert (np.sort(kept) == np.sort(plain.history)).all()
         weights = plain.weights()
-        np.testing.assert_allclose(ours.compute_probabilities().numpy(), weights / weights.sum(), rtol=1e-12)
+        np.testing.assert_allclose(ours.get_probabilities().numpy(), weights / weights.sum(), rtol=1e-12)
         agree(plain, ours)
     assert (plain.counts == 10).all()
     agree(bench_diffusion.PlainUniform(1000), UniformSampler(1000))

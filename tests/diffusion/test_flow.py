@@ -160,7 +160,7 @@ def test_levels_that_solvers_may_take():
     """Oracle: sigma / alpha = t / (1 - t) of the level that the network is called with, which is the one asked for."""
     denoiser = _Denoiser(FlowMatching(), optimal)
     for s in (0.05, 1.0, 7.0):
-        level = denoiser.find_nearest_level(s)
+        level = denoiser.find_nearest_noise_level(s)
         assert level.noise_ratio == pytest.approx(s) and level.time / (1 - level.time) == pytest.approx(s)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from dstrain.diffusion import gaussian, likelihood, schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.likelihood import can_read_values
+from dstrain.diffusion.likelihood import can_read_without_device_sync
 from tests.support import golden
 
 SHAPE = (5, 2, 4, 4)
@@ -135,7 +135,7 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
     x_start, t, noise = data
     diffusion, found = chain(loss="kl"), []
     for readable in (True, False):
-        monkeypatch.setattr(gaussian, "can_read_values", lambda t, readable=readable: readable)
+        monkeypatch.setattr(gaussian, "can_read_without_device_sync", lambda t, readable=readable: readable)
         out = randn(4, (5, 4, 4, 4)).requires_grad_()
         terms = diffusion.training_losses(lambda x, times: out, x_start, t, noise)
         terms["loss"].sum().backward()
@@ -146,8 +146,10 @@ def test_accelerator_path_is_the_same(data, monkeypatch):
 
 def test_what_the_host_may_read():
     """Oracle: by hand: plain tensors on the CPU; not those of a device or of a kind of their own."""
-    assert can_read_values(torch.ones(1)) and not can_read_values(torch.ones(1, device="meta"))
-    assert not can_read_values(torch.nn.Parameter(torch.ones(1)))
+    assert can_read_without_device_sync(torch.ones(1)) and not can_read_without_device_sync(
+        torch.ones(1, device="meta")
+    )
+    assert not can_read_without_device_sync(torch.nn.Parameter(torch.ones(1)))
 
 
 def test_expm1():

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from scipy.stats import kstest, norm
 from torch import Tensor
 
-from dstrain.diffusion.densities import DENSITIES, compute_dimension_shift
+from dstrain.diffusion.densities import DENSITIES, compute_time_shift_by_dimension
 from dstrain.diffusion.flow import FlowMatching
 from dstrain.diffusion.interpolant import PATHS, PREDICTIONS, Interpolant, compute_time_of_noise_ratio
 
@@ -93,7 +93,7 @@ def test_jit_losses_and_times() -> None:
 def test_rae_times_and_losses() -> None:
     """Oracle: RAE: logit-normal times up to 0.999, shifted by the dimension of its latents."""
     tensors = load_file(GOLDEN / "rae_transport.safetensors")
-    shift = compute_dimension_shift(768 * 16 * 16)
+    shift = compute_time_shift_by_dimension(768 * 16 * 16)
     assert shift == pytest.approx(6.928203)
     flow = FlowMatching(shift=shift, t_max=0.999, time_scale=1)
     times = flow.draw_times(tensors["in/uniform"])

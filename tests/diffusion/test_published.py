@@ -8,7 +8,7 @@ from diffusers import DDIMScheduler, DDPMScheduler, DiffusionPipeline, UNet2DMod
 
 from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import GaussianDiffusion
-from dstrain.diffusion.published import add_to_model_index, find_largest_divisor, make_scheduler_arguments
+from dstrain.diffusion.published import add_to_model_index, find_largest_divisor, make_diffusers_scheduler_arguments
 from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
 
@@ -17,7 +17,7 @@ from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 def test_the_same_betas(tmp_path, name, kind):
     """Oracle: diffusers' own tables, after a way through scheduler_config.json, against ours in float64."""
     diffusion = GaussianDiffusion(schedule.make_betas(name, 500), prediction="v", variance="fixed_small")
-    kind(**make_scheduler_arguments(diffusion, name, clip=False)).save_pretrained(tmp_path)
+    kind(**make_diffusers_scheduler_arguments(diffusion, name, clip=False)).save_pretrained(tmp_path)
     found = kind.from_pretrained(tmp_path)
     torch.testing.assert_close(found.betas.double(), diffusion.tables["betas"], rtol=1e-6, atol=1e-8)
     assert found.config.prediction_type == "v_prediction" and not found.config.clip_sample
@@ -28,7 +28,7 @@ def test_what_they_do_not_know():
     """Oracle: the contract: the prediction and what is known, by name."""
     diffusion = GaussianDiffusion(schedule.make_betas("linear", 100), prediction="previous_x", variance="fixed_small")
     with pytest.raises(ValueError, match="prediction: previous_x .* know eps, x_start, v .*safetensors"):
-        make_scheduler_arguments(diffusion, "linear", clip=True)
+        make_diffusers_scheduler_arguments(diffusion, "linear", clip=True)
 
 
 @pytest.mark.parametrize("count, steps", [(1000, 20), (400, 20), (420, 20), (99, 11), (97, 1), (14, 14), (996, 12)])
@@ -56,7 +56,7 @@ def test_a_pipeline_of_ours(tmp_path):
         up_block_types=("UpBlock2D",),
     )
     diffusion = GaussianDiffusion(schedule.make_betas("cosine", 10), variance="fixed_small")
-    scheduler = DDPMScheduler(**make_scheduler_arguments(diffusion, "cosine", clip=True))
+    scheduler = DDPMScheduler(**make_diffusers_scheduler_arguments(diffusion, "cosine", clip=True))
     ConditionalUNetPipeline(unet, scheduler).save_pretrained(tmp_path)
     add_to_model_index(tmp_path, id2label={"0": "cat", "1": "dog"})
     text = (tmp_path / "model_index.json").read_text(encoding="utf-8")

@@ -194,7 +194,7 @@ def test_guidance_interval(sampler, guide):
         {"y": torch.zeros(3)},
         3.0,
         guide=guide and counted(guide),
-        active=samplers.make_guidance_condition((0.2, 5.0), diffusion.compute_noise_ratio),
+        active=samplers.make_guidance_mask_function((0.2, 5.0), diffusion.compute_noise_ratio),
     )
 
     def watched(x, t):
@@ -218,8 +218,8 @@ def test_the_noise_of_a_chain(rescaled):
     betas = schedule.make_betas("cosine", 400)
     diffusion, kept = GaussianDiffusion(betas, rescale_timesteps=rescaled), torch.cumprod(1 - betas, 0)
     t = torch.arange(400)
-    found = diffusion.compute_noise_ratio(torch.zeros(400, 2, 3), diffusion.scale_timesteps(t))
-    assert found.shape == (400, 1, 1) and (float(diffusion.scale_timesteps(t)[4]) == 10.0) == rescaled
+    found = diffusion.compute_noise_ratio(torch.zeros(400, 2, 3), diffusion.convert_timesteps_for_network(t))
+    assert found.shape == (400, 1, 1) and (float(diffusion.convert_timesteps_for_network(t)[4]) == 10.0) == rescaled
     torch.testing.assert_close(found.flatten(), (1 / kept - 1).sqrt().float())
 
 
@@ -348,7 +348,7 @@ def test_the_level_nearest():
     denoiser = samplers.ChainDenoiser(diffusion, None)
     noise = diffusion.tables["sqrt_recipm1_alphas_cumprod"]
     for s in (1e-3, 0.0101, 0.3, 1.0, 79.5, 150.0, 1e4):
-        assert denoiser.find_nearest_level(s).time == int((noise - s).abs().argmin())
+        assert denoiser.find_nearest_noise_level(s).time == int((noise - s).abs().argmin())
 
 
 def test_wrong_choices():

@@ -145,18 +145,25 @@ def test_respaced_marginals(name):
 
 def test_noise_levels_of_edm():
     """Oracle: by hand: both ends, and Equation 5 of Karras et al. 2022 for a number between them."""
-    assert schedule.make_karras_levels(1, 0.002, 80.0) == pytest.approx([80.0])
-    assert schedule.make_karras_levels(2, 0.002, 80.0) == pytest.approx([80.0, 0.002])
+    assert schedule.make_karras_noise_levels(1, 0.002, 80.0) == pytest.approx([80.0])
+    assert schedule.make_karras_noise_levels(2, 0.002, 80.0) == pytest.approx([80.0, 0.002])
     middle = ((80 ** (1 / 7) + 0.002 ** (1 / 7)) / 2) ** 7
-    assert schedule.make_karras_levels(3, 0.002, 80.0) == pytest.approx([80.0, middle, 0.002])
-    assert schedule.make_karras_levels(3, 1.0, 4.0, rho=1.0) == pytest.approx([4.0, 2.5, 1.0])
+    assert schedule.make_karras_noise_levels(3, 0.002, 80.0) == pytest.approx([80.0, middle, 0.002])
+    assert schedule.make_karras_noise_levels(3, 1.0, 4.0, rho=1.0) == pytest.approx([4.0, 2.5, 1.0])
 
 
 def test_a_chain_coarser_than_its_spacing():
     """Oracle: by hand: the levels 0.001, 0.13, 2.2, 17, 80 of Equation 5 lie nearest to timesteps 0, 1, 1, 2, 8, and
     the last step is 8 once more: those that fall together take the next free one, or at the end the one before.
     """
-    assert schedule.space_timesteps_by_noise([0.001, 10, 20, 30, 40, 50, 60, 70, 80], 6, "karras") == [0, 1, 2, 3, 7, 8]
+    assert schedule.choose_timesteps_by_spacing([0.001, 10, 20, 30, 40, 50, 60, 70, 80], 6, "karras") == [
+        0,
+        1,
+        2,
+        3,
+        7,
+        8,
+    ]
 
 
 def test_wrong_names_and_lengths():

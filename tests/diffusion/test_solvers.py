@@ -25,7 +25,7 @@ class Exact:
     def __init__(self):
         self.calls = []
 
-    def find_nearest_level(self, s):
+    def find_nearest_noise_level(self, s):
         return Level(1 / math.sqrt(1 + s * s), s / math.sqrt(1 + s * s), s)
 
     def __call__(self, x, level):
@@ -43,7 +43,7 @@ def on_path(z, level):
 
 
 def levels_of(steps, first=7.4, last=0.135):
-    return [Exact().find_nearest_level(first * (last / first) ** (i / steps)) for i in range(steps + 1)]
+    return [Exact().find_nearest_noise_level(first * (last / first) ** (i / steps)) for i in range(steps + 1)]
 
 
 def predict(t, x):
@@ -74,7 +74,7 @@ def test_orders(solver, order):
 @pytest.mark.parametrize("solver, eta", [("dpm++sde", 1.0), ("dpm++sde", 0.5), ("edm", 1.0), ("edm", 0.3)])
 def test_stochastic_solvers_keep_the_distribution(solver, eta):
     """Oracle: mean and deviation of the data, within what 20,000 samples and 100 steps leave."""
-    levels = [*levels_of(100, 30.0, 0.01), Level.make_data_level()]
+    levels = [*levels_of(100, 30.0, 0.01), Level.make_noise_free_level()]
     drawn = []
 
     def noise(i):
@@ -91,7 +91,7 @@ def test_stochastic_solvers_keep_the_distribution(solver, eta):
 def test_the_range_of_added_noise(first, adds):
     """Oracle: Algorithm 2 of the same paper: S_min <= t <= S_max, both ends among them."""
     model = Exact()
-    levels = [Level(1.0, first, first), model.find_nearest_level(first / 2)]
+    levels = [Level(1.0, first, first), model.find_nearest_noise_level(first / 2)]
     run_solver("edm", model, levels, on_path(randn(0), levels[0]), lambda i: randn(1), 1.0)
     assert (model.calls[0].noise_ratio > first) == adds
 
@@ -100,7 +100,7 @@ def test_no_noise_without_a_higher_level():
     """Oracle: the same algorithm without noise, where the network knows no level above the step's own."""
 
     class Coarse(Exact):
-        def find_nearest_level(self, s):
+        def find_nearest_noise_level(self, s):
             return levels[0]
 
     levels = levels_of(1)
@@ -112,14 +112,14 @@ def test_no_noise_without_a_higher_level():
 @pytest.mark.parametrize("first, calls", [(160.0, 2), (160.1, 1)])
 def test_a_first_step_from_far_above(first, calls):
     """Oracle: by hand: EDM's range ends at 80; from above twice as much the first step is Euler's, with one call."""
-    levels, model = [Level(1.0, first, first), Exact().find_nearest_level(80.0)], Exact()
+    levels, model = [Level(1.0, first, first), Exact().find_nearest_noise_level(80.0)], Exact()
     run_solver("heun", model, levels, on_path(randn(0), levels[0]), None, 0.0)
     assert len(model.calls) == calls
 
 
 def test_ends_of_the_signal():
     """Oracle: log(alpha / sigma): of noise alone, of data alone, of as much of both."""
-    assert [Level(0.0, 1.0, 1).half_log_snr, Level.make_data_level().half_log_snr] == [-math.inf, math.inf]
+    assert [Level(0.0, 1.0, 1).half_log_snr, Level.make_noise_free_level().half_log_snr] == [-math.inf, math.inf]
     assert Level(0.6, 0.6, 1).half_log_snr == 0.0
 
 
@@ -128,7 +128,7 @@ def test_edm_is_algorithm_2(count, eta):
     """Oracle: Karras et al. 2022, Algorithm 2, written out in their variables, y = x / alpha; eta times their S_churn
     of 40, up to a gamma of sqrt(2) - 1.
     """
-    levels, model = [*levels_of(count, 60.0, 0.02), Level.make_data_level()], Exact()
+    levels, model = [*levels_of(count, 60.0, 0.02), Level.make_noise_free_level()], Exact()
     x = randn(0)
     y, steps = x / levels[0].alpha, len(levels) - 1
 

@@ -20,7 +20,7 @@ def test_original_weights():
     sampler = LossSecondMomentSampler(meta["num_timesteps"], meta["history_per_term"], meta["uniform_prob"])
     for t, losses in zip(tensors["timesteps"], tensors["losses"]):
         sampler.observe(t, losses)
-    torch.testing.assert_close(sampler.compute_probabilities(), tensors["weights"], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(sampler.get_probabilities(), tensors["weights"], rtol=1e-10, atol=1e-12)
 
 
 def filled(sampler, seed=0):
@@ -76,7 +76,7 @@ def test_uneven_split_changes_nothing():
     whole.observe(t, losses)
     for part in (slice(0, 7), slice(7, 8), slice(8, 50)):
         parts.observe(t[part], losses[part])
-    assert torch.equal(whole.compute_probabilities(), parts.compute_probabilities())
+    assert torch.equal(whole.get_probabilities(), parts.get_probabilities())
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_inverse_distribution_and_weights(make):
     assert t.dtype == torch.int64 and weight.dtype == torch.float32
     shares = t.bincount(minlength=sampler.num_timesteps).double() / len(t)
     expected = (
-        sampler.compute_probabilities() if isinstance(sampler, LossSecondMomentSampler) else 1 / sampler.num_timesteps
+        sampler.get_probabilities() if isinstance(sampler, LossSecondMomentSampler) else 1 / sampler.num_timesteps
     )
     assert float((shares - expected).abs().max()) < 1e-5
     assert float((weight.double() * (shares * sampler.num_timesteps)[t] - 1).abs().max()) < 0.02
@@ -119,10 +119,10 @@ def test_probabilities(readable, monkeypatch):
         sampler.observe(torch.tensor([0, 1, 2, 0, 1, 2]), scale * torch.tensor([3.0, 0.0, 1.0, 4.0, 0.0, 7.0]))
         roots = [math.sqrt(12.5), 0.0, 5.0]
         expected = [0.75 * root / sum(roots) + 0.25 / 3 for root in roots]
-        assert sampler.compute_probabilities().tolist() == pytest.approx(expected, rel=1e-6)
+        assert sampler.get_probabilities().tolist() == pytest.approx(expected, rel=1e-6)
     sampler = LossSecondMomentSampler(3, 1)
     sampler.observe(torch.arange(3), torch.zeros(3))
-    assert sampler.compute_probabilities().tolist() == pytest.approx([1 / 3] * 3)
+    assert sampler.get_probabilities().tolist() == pytest.approx([1 / 3] * 3)
     t, weights = sampler.sample(torch.tensor([0.1, 0.5, 0.9]))
     assert t.tolist() == [0, 1, 2] and weights.tolist() == pytest.approx([1.0] * 3)
     halves = LossSecondMomentSampler(2, 1).sample(torch.tensor([0.0, 0.5]))[0]  # where one ends, the next begins
@@ -145,10 +145,10 @@ def test_state():
     sampler = filled(LossSecondMomentSampler(40, 4))
     other = LossSecondMomentSampler(40, 4)
     other.load_state_dict(sampler.state_dict())
-    assert torch.equal(other.compute_probabilities(), sampler.compute_probabilities())
+    assert torch.equal(other.get_probabilities(), sampler.get_probabilities())
     sampler.observe(torch.tensor([3, 3]), torch.tensor([1.0, 2.0]))
     other.observe(torch.tensor([3, 3]), torch.tensor([1.0, 2.0]))
-    assert torch.equal(other.compute_probabilities(), sampler.compute_probabilities())
+    assert torch.equal(other.get_probabilities(), sampler.get_probabilities())
     with pytest.raises(ValueError, match=r"\(40, 4\) in the checkpoint, \(40, 10\)"):
         LossSecondMomentSampler(40).load_state_dict(sampler.state_dict())
     state = sampler.state_dict()
@@ -174,8 +174,8 @@ def test_losses_that_are_not_finite_are_padding(readable, monkeypatch):
     for name, kept in without.state_dict().items():
         assert torch.equal(with_them.state_dict()[name], kept)
     with_them.observe(torch.tensor([1]), torch.tensor([torch.nan]))
-    assert torch.equal(with_them.compute_probabilities(), without.compute_probabilities())
-    assert bool(with_them.compute_probabilities().isfinite().all())
+    assert torch.equal(with_them.get_probabilities(), without.get_probabilities())
+    assert bool(with_them.get_probabilities().isfinite().all())
 
 
 def test_accelerator_path_is_the_same(monkeypatch):
@@ -217,13 +217,11 @@ def test_large_draws_search_as_small_ones(num_timesteps, spread):
     sampler = LossSecondMomentSampler(num_timesteps, 1)
     losses = np.exp(spread * draw.standard_normal(num_timesteps))
     sampler.observe(torch.arange(num_timesteps), torch.from_numpy(losses))
-    ends = sampler.compute_probabilities().cumsum(0)[:-1].numpy().astype(np.float32)
+    ends = sampler.get_probabilities().cumsum(0)[:-1].numpy().astype(np.float32)
     near = np.concatenate([np.nextafter(ends, 0), ends, np.nextafter(ends, 1), [0, 1 - 2**-24, 2**-30]])
     uniforms = torch.from_numpy(np.concatenate([draw.random(1000, np.float32), near[near < 1].astype(np.float32)]))
     t, weights = sampler.sample(uniforms)
-    assert torch.equal(
-        t, torch.searchsorted(sampler.compute_probabilities().cumsum(0)[:-1], uniforms.double(), right=True)
-    )
+    assert torch.equal(t, torch.searchsorted(sampler.get_probabilities().cumsum(0)[:-1], uniforms.double(), right=True))
     for i in range(0, len(t), 1 + len(t) // 200):
         one, weight = sampler.sample(uniforms[i : i + 1])
         assert one == t[i] and weight == weights[i]

@@ -151,7 +151,9 @@ def main(folder: Path) -> None:
     import deepspeed
 
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True  # its kernels have it on a CPU, too
-    gaussian.can_read_values = likelihood.can_read_values = lambda values: False  # the loss as on a GPU
+    gaussian.can_read_without_device_sync = likelihood.can_read_without_device_sync = lambda values: (
+        False
+    )  # the loss as on a GPU
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     deepspeed.init_distributed(dist_backend="fake", auto_mpi_discovery=False, verbose=False)
     figures = {case: measure(folder, case, *words) for case, words in CASES.items()}

@@ -16,7 +16,7 @@ from dstrain import recipe, systems
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import cut_into_shares
 from dstrain.engine.planning.fake_ranks import FakeEngines, enter_fake_world
-from dstrain.planning.step import choose_measured_step
+from dstrain.planning.step import choose_step_to_measure
 from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.train import build_engines, take_step
 from tests.engine.check_engines import decays
@@ -155,7 +155,7 @@ def count(
             ema = EmaShadow(engines.masters, run.ema, system.averaged)
             batches = Repeated(system, config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
             for number in range(steps):
-                take_step(choose_measured_step(run, system) - number, run, system, engines, batches, NoTracker())
+                take_step(choose_step_to_measure(run, system) - number, run, system, engines, batches, NoTracker())
                 ema.update(number, engines.collect_applied_flags())
             owned = sum(fragment.numel for fragment, *_ in engines.masters["denoiser"].fragments)
         profile.disable()

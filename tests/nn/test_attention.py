@@ -9,8 +9,8 @@ FORMS = {
     "plain": {},
     "causal": {"causal": True},
     "scaled": {"scale": 8.0},
-    "added": {"added": True},
-    "seen": {"added": "bool"},
+    "added": {"attn_mask": True},
+    "seen": {"attn_mask": "bool"},
 }
 
 
@@ -19,11 +19,11 @@ def inputs(form, dtype=torch.float64):
     query = torch.randn(2, 3, 5, 8).to(dtype).requires_grad_()
     key, value = (torch.randn(2, 3, 5, 8).to(dtype).requires_grad_() for _ in range(2))
     more = dict(FORMS[form])
-    if more.get("added") is True:
-        more["added"] = torch.randn(1, 3, 5, 5).to(dtype).requires_grad_()
-    elif more.get("added") == "bool":
-        more["added"] = torch.rand(2, 1, 5, 5) < 0.7
-        more["added"][..., 0] = True
+    if more.get("attn_mask") is True:
+        more["attn_mask"] = torch.randn(1, 3, 5, 5).to(dtype).requires_grad_()
+    elif more.get("attn_mask") == "bool":
+        more["attn_mask"] = torch.rand(2, 1, 5, 5) < 0.7
+        more["attn_mask"][..., 0] = True
     return query, key, value, more
 
 
@@ -32,7 +32,7 @@ def test_formula(form):
     """Oracle: the softmax and the two products written out, in float64, and their gradients."""
     query, key, value, more = inputs(form)
     scores = query @ key.mT * more.get("scale", 8**-0.5)
-    added = more.get("added")
+    added = more.get("attn_mask")
     if added is not None:
         scores = scores.masked_fill(~added, -torch.inf) if added.dtype == torch.bool else scores + added
     if more.get("causal"):
@@ -52,11 +52,11 @@ def test_halves(form, dtype):
     """Oracle: float32 of the same halves, rounded once, forward and backward; the dtypes stay those of the inputs."""
     query, key, value, more = inputs(form, dtype)
     wide = [x.detach().float().requires_grad_() for x in (query, key, value)]
-    added = more.get("added")
+    added = more.get("attn_mask")
     leaves, others = [query, key, value], list(wide)
     if added is not None and added.requires_grad:
-        more_wide = more | {"added": added.detach().float().requires_grad_()}
-        leaves, others = [*leaves, added], [*others, more_wide["added"]]
+        more_wide = more | {"attn_mask": added.detach().float().requires_grad_()}
+        leaves, others = [*leaves, added], [*others, more_wide["attn_mask"]]
     else:
         more_wide = more
     found, expected = attend(query, key, value, **more), attend(*wide, **more_wide)

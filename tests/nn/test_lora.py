@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from dstrain import systems
-from dstrain.nn.lora import ATTENTION, Lora, add_adapters, convert_adapters_to_peft, merge_adapters
+from dstrain.nn.lora import ATTENTION, Lora, add_adapters, convert_adapters_to_peft, merge_adapters_into_weights
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs.weights import read_adapted_weights
@@ -67,7 +67,7 @@ def test_merged_is_unmerged(case):
     system, network, lora = trained(case)
     name, model, _ = CASES[case]
     plain = systems.build(name, model).networks()["denoiser"].eval()
-    merged = merge_adapters(network.state_dict(), lora)
+    merged = merge_adapters_into_weights(network.state_dict(), lora)
     plain.load_state_dict(merged)
     expected = predict(network, system)
     assert measure_relative_error(predict(plain, system), expected) < 1e-5

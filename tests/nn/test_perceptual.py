@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torchvision.models import vgg16
 
 from dstrain.nn.classifier import BUILTIN, FILE, Classifier
-from dstrain.nn.perceptual import CHANNELS, OfGarments, Perceptual, load_distance
+from dstrain.nn.perceptual import CHANNELS, GarmentDistance, Perceptual, load_perceptual_distance
 
 
 @pytest.fixture(scope="module")
@@ -74,8 +74,8 @@ def test_distance_of_the_packaged_classifier():
     """Oracle: cosines of the classifier's features by torch, 2 - 2 cos for unit vectors, 0 where all units are silent;
     colours by their luminance; frozen, and yet with a gradient for the picture.
     """
-    distance = load_distance("builtin:fashion").train()
-    assert isinstance(distance, OfGarments) and not distance.training
+    distance = load_perceptual_distance("builtin:fashion").train()
+    assert isinstance(distance, GarmentDistance) and not distance.training
     assert not any(weight.requires_grad for weight in distance.parameters())
     torch.manual_seed(0)
     picture, truth = (torch.rand(2, 1, 32, 32) * 2 - 1 for _ in range(2))

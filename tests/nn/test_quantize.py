@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from dstrain import rng
-from dstrain.nn.quantize import Codebook, compute_kl_to_uniform, draw_gumbel, draw_relaxed_tokens, widen_precision
+from dstrain.nn.quantize import (
+    Codebook,
+    compute_kl_to_uniform,
+    draw_gumbel_noise,
+    draw_relaxed_tokens,
+    upcast_to_float32,
+)
 
 LOGITS = torch.tensor([0.7, -0.4, 0.1], dtype=torch.float64)
 
@@ -18,7 +24,7 @@ def jacobian_softmax(p):
 
 def test_gumbel():
     """Oracle: mean (Euler's constant) and variance (pi^2 / 6) of the distribution; all are finite."""
-    noise = draw_gumbel(torch.arange(500), "gumbel", (400,)).double()
+    noise = draw_gumbel_noise(torch.arange(500), "gumbel", (400,)).double()
     assert float(noise.mean()) == pytest.approx(0.5772156649, abs=0.01)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, rel=0.01)
     assert bool(noise.isfinite().all()) and noise.shape == (500, 400)
@@ -27,12 +33,12 @@ def test_gumbel():
 def test_gumbel_at_the_least_uniform(monkeypatch):
     """Oracle: -log(-log(u)) at 2^-25, where a uniform is 0."""
     monkeypatch.setattr(rng, "uniform", lambda key, name, shape: torch.zeros(1, *shape))
-    assert float(draw_gumbel(torch.zeros(1), "g", (1,))) == pytest.approx(-math.log(25 * math.log(2)))
+    assert float(draw_gumbel_noise(torch.zeros(1), "g", (1,))) == pytest.approx(-math.log(25 * math.log(2)))
 
 
 def test_hard_samples_have_the_distribution():
     """Oracle: softmax of the logits, whatever the temperature."""
-    noise = draw_gumbel(torch.arange(20000), "gumbel", (3,)).double()
+    noise = draw_gumbel_noise(torch.arange(20000), "gumbel", (3,)).double()
     for sampling in ("straight_through", "reinmax"):
         drawn = draw_relaxed_tokens(LOGITS.expand(20000, 3), noise, torch.full((20000,), 0.3), sampling)
         assert set(drawn.unique().tolist()) == {0.0, 1.0} and bool((drawn.sum(1) == 1).all())
@@ -147,6 +153,6 @@ def test_codebook():
 def test_wide():
     """Oracle: the precisions, by hand."""
     kinds = [
-        widen_precision(torch.ones(1, dtype=dtype)).dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)
+        upcast_to_float32(torch.ones(1, dtype=dtype)).dtype for dtype in (torch.bfloat16, torch.float32, torch.float64)
     ]
     assert kinds == [torch.float32, torch.float32, torch.float64]

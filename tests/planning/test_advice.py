@@ -108,7 +108,7 @@ def test_the_smallest_change(case):
     least = min(ways)
     tight = on(case, least)
     assert not tight.estimate_costs().fits
-    change = advice.find_smallest_change(tight.estimate_costs(), tight)
+    change = advice.find_smallest_fitting_change(tight.estimate_costs(), tight)
     assert change.fits and takes(change) == least
     assert find_changed_choices(tight.estimate_costs(), change) == find_changed_choices(
         case.estimate_costs(), case.copy_with(**ways[least]).estimate_costs()
@@ -123,7 +123,7 @@ def test_what_computes_least(case):
     tight = on(case, takes(case.estimate_costs()) - 1)
     fitting = [other for way in neighbours() if (other := tight.copy_with(**way).estimate_costs()).fits]
     costs = sorted((other.host_bytes, other.counts.recomputed) for other in fitting)
-    change = advice.find_smallest_change(tight.estimate_costs(), tight)
+    change = advice.find_smallest_fitting_change(tight.estimate_costs(), tight)
     assert len(set(costs)) > 1 and (change.host_bytes, change.counts.recomputed) == costs[0] and change.time is None
     with pytest.raises(ConfigError, match="^--network: --gpu 900TB names no chip, so that nothing is timed"):
         plan.make_case(case.run, ROOT / "ds_configs" / "zero2.json", WORLD, 8, "900TB", 100.0)
@@ -139,7 +139,7 @@ def test_several_changes(case, counting):
     ]
     assert min(pairs) < min(singles)
     tight = on(case, min(singles) - 1)
-    change = advice.find_smallest_change(tight.estimate_costs(), tight)
+    change = advice.find_smallest_fitting_change(tight.estimate_costs(), tight)
     assert change.fits and len(find_changed_choices(tight.estimate_costs(), change)) == 2 and takes(change) in pairs
 
 
@@ -169,7 +169,7 @@ def test_inputs_on_the_host():
     assert sent.host_bytes - kept.host_bytes == sent.counts.host["activations"] == 9 * one
     assert sent.time.compute == kept.time.compute
     assert sent.time.links - kept.time.links == pytest.approx(2 * 9 * one / CHIPS["h100"].host_link)
-    assert sent.list_figures()["moved_bytes"] == 9 * one
+    assert sent.collect_cost_figures()["moved_bytes"] == 9 * one
     assert any(
         "to the host, and back" in line for line in plan.describe_plan(replace(case, run=sent.run))[0].splitlines()
     )
@@ -178,7 +178,7 @@ def test_inputs_on_the_host():
 def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=offload"), 2**30)
-    assert advice.find_smallest_change(least.estimate_costs(), least) is None
+    assert advice.find_smallest_fitting_change(least.estimate_costs(), least) is None
     assert "take larger GPUs" in plan.describe_plan(least)[0]
 
 
@@ -190,7 +190,7 @@ def test_the_fastest_change(case):
     ways = [replace(case.copy_with(**way).estimate_costs(), chip=chip) for way in neighbours()]
     fitting = [estimate for estimate in ways if estimate.fits]
     assert len(fitting) >= 2
-    assert advice.find_smallest_change(tight.estimate_costs(), tight).time.total == min(
+    assert advice.find_smallest_fitting_change(tight.estimate_costs(), tight).time.total == min(
         estimate.time.total for estimate in fitting
     )
 
@@ -211,7 +211,7 @@ def test_search(case, counting):
     """
     fast = replace(case, chip=CHIPS["h200"])
     counted = []
-    estimates = advice.search_choices(fast, counted.append)
+    estimates = advice.search_fitting_estimates(fast, counted.append)
     every = [
         fast.copy_with(stage=stage, micro=micro, recompute=choice).estimate_costs()
         for stage in (1, 2, 3)
@@ -225,14 +225,14 @@ def test_search(case, counting):
     assert some and len(lines) == 2 + plan._ROWS + 2 and "no step is that short" in lines[-1]
     assert int(lines[2].split()[1]) == estimates[0].micro_batch
     sizes = sorted(map(takes, every))
-    found = advice.search_choices(on(fast, sizes[9]), counted.append)
+    found = advice.search_fitting_estimates(on(fast, sizes[9]), counted.append)
     alone = [estimate for estimate in found if estimate.run.parallel.sequence == 1]
     assert sorted(map(takes, alone)) == [size for size in sizes if size <= sizes[9]]
     # Two ranks share a sample, the two heads of it, only where one rank has no room for one sample.
-    kinds = {(stage_of(estimate.settings), estimate.list_choices()["model.recompute"]) for estimate in alone}
+    kinds = {(stage_of(estimate.settings), estimate.collect_choices()["model.recompute"]) for estimate in alone}
     shared = [estimate for estimate in found if estimate not in alone]
     assert all(estimate.run.parallel.sequence == 2 and estimate.fits for estimate in shared)
-    assert kinds.isdisjoint((stage_of(each.settings), each.list_choices()["model.recompute"]) for each in shared)
+    assert kinds.isdisjoint((stage_of(each.settings), each.collect_choices()["model.recompute"]) for each in shared)
     assert any(not estimate.fits for estimate in counted)
     assert not plan.describe_choices(on(fast, sizes[0] - 1))[1]
 

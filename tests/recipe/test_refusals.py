@@ -6,7 +6,7 @@ import pytest
 
 from dstrain import recipe
 from dstrain.recipe import ConfigError
-from dstrain.recipe.shapes import require_multiples
+from dstrain.recipe.shapes import require_divisible_sides
 
 MIXED = "data.mixture=[{path: a, weight: 1}, {path: b, weight: 2}]"
 # Overrides with %, the whole message about them, and what its remedy leaves.
@@ -357,8 +357,8 @@ def test_rules_that_are_none(rule, problem):
 
 def test_sides_that_are_no_multiples():
     """Oracle: by hand: a shape either side of which does not fit is named, five at most; none without buckets."""
-    require_multiples(((16, 32), (48, 16)), 16, "the patch")
-    require_multiples(None, 16, "the patch")
+    require_divisible_sides(((16, 32), (48, 16)), 16, "the patch")
+    require_divisible_sides(None, 16, "the patch")
     for shapes, named in (
         (((16, 24), (16, 16), (24, 16)), "16 x 24, 24 x 16"),
         (tuple((16, side) for side in range(1, 8)), "16 x 1, 16 x 2, 16 x 3, 16 x 4, 16 x 5"),
@@ -368,7 +368,7 @@ def test_sides_that_are_no_multiples():
             match=rf"^sizes: the sides of {named} in data.buckets are no multiples of 16, "
             "the patch: give others, or a rule whose step is a multiple$",
         ):
-            require_multiples(shapes, 16, "the patch")
+            require_divisible_sides(shapes, 16, "the patch")
 
 
 def test_parts_of_a_mixture():

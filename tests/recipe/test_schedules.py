@@ -73,9 +73,12 @@ def test_a_warm_up_as_long_as_the_run():
 def test_decay_of_the_average():
     """Oracle: min(decay, (1 + s) / (10 + s)) by hand: 1/10, 2/11, ... up to the decay; without warm-up the decay."""
     warm, plain = Ema(decays=(0.5, 0.999), warmup=True), Ema(decays=(0.5, 0.999))
-    assert [warm.compute_decay(0.5, step) for step in range(10)] == pytest.approx(
+    assert [warm.compute_effective_decay(0.5, step) for step in range(10)] == pytest.approx(
         [1 / 10, 2 / 11, 3 / 12, 4 / 13, 5 / 14, 6 / 15, 7 / 16, 8 / 17, 0.5, 0.5]
     )
-    assert warm.compute_decay(0.999, 8980) == pytest.approx(8981 / 8990) and warm.compute_decay(0.999, 8990) == 0.999
+    assert (
+        warm.compute_effective_decay(0.999, 8980) == pytest.approx(8981 / 8990)
+        and warm.compute_effective_decay(0.999, 8990) == 0.999
+    )
     for decay in (0.5, 0.999):
-        assert [plain.compute_decay(decay, step) for step in (0, 7, 10**6)] == [decay] * 3
+        assert [plain.compute_effective_decay(decay, step) for step in (0, 7, 10**6)] == [decay] * 3

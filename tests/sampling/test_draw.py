@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from dstrain.data.batches import iterate_held_out
 from dstrain.sampling.draw import (
-    count_class_columns,
+    count_grid_columns_by_class,
     draw_all_samples,
     draw_all_samples_on_first_rank,
-    draw_pictures_on_first_rank,
     draw_samples_in_rounds,
+    make_pictures_on_first_rank,
     score_batches,
     set_eval_mode,
 )
@@ -102,7 +102,7 @@ def together(rank: int) -> dict:
         },
         "uneven": score_batches(system, nets, uneven(rank)),
         "draws": {},
-        "pictures": {size: draw_pictures_on_first_rank(system, nets, system.synthetic(size), 3) for size in SIZES},
+        "pictures": {size: make_pictures_on_first_rank(system, nets, system.synthetic(size), 3) for size in SIZES},
         "on first": {
             sizes: draw_all_samples_on_first_rank(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS
         },
@@ -281,12 +281,12 @@ def test_drawing_and_scoring_need_no_gradient():
 def test_class_columns(labels, num, expected):
     """Oracle: the columns of a grid of that width, each of which must hold one class and no two the same."""
     label = torch.tensor(labels).repeat(-(-num // len(labels)))[:num]
-    found = count_class_columns(Request(torch.arange(num), {"label": label}))
+    found = count_grid_columns_by_class(Request(torch.arange(num), {"label": label}))
     assert found == expected
     if found:
         columns = [set(label[column::found].tolist()) for column in range(found)]
         assert all(len(classes) == 1 for classes in columns) and len(set.union(*columns)) == found
-    assert count_class_columns(Request(torch.arange(num))) is None
+    assert count_grid_columns_by_class(Request(torch.arange(num))) is None
 
 
 # ------------------------------------------------------------------------------------------- pictures, and no dropout
@@ -297,7 +297,7 @@ def test_pictures_of_two_ranks(two, size):
     """Oracle: 3 i for sample i, on rank 0 alone, whatever was filled up to make equal calls; and in one process."""
     assert two[0]["pictures"][size]["tripled"].flatten().tolist() == [3 * i for i in range(size)]
     assert two[1]["pictures"][size] == {"tripled": None}
-    alone = draw_pictures_on_first_rank(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
+    alone = make_pictures_on_first_rank(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
     assert torch.equal(alone, two[0]["pictures"][size]["tripled"])
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dstrain.distributed import group
-from dstrain.nn.sequence import share_tokens
+from dstrain.nn.sequence import share_tokens_among_ranks
 
 Call = Callable[[nn.Module], list[Tensor]]  # of a network to its outputs, whole on every rank
 
@@ -29,7 +29,7 @@ def compare(build: Callable[[], nn.Module], call: Call, ranks: int) -> dict[str,
     found = []
     for team in (None, group.get_neighbour_group(ranks)):
         network.zero_grad()
-        with share_tokens(team):
+        with share_tokens_among_ranks(team):
             out = call(network)
             # A loss that no output leaves alone, and that is no sum over tokens.
             loss = sum((values.square().mean() - values.sin().mean()) for values in out)

@@ -5,7 +5,12 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import systems
-from dstrain.nn.sequence import gather_parts, order_as_gathered, take_own_part, take_own_parts
+from dstrain.nn.sequence import (
+    gather_rank_slices,
+    reorder_like_gathered_slices,
+    take_rank_slice,
+    take_rank_slice_of_both_parts,
+)
 from dstrain.systems.dit.blocks import BlockInputs, JointBlock
 from dstrain.systems.dit.network import DiT
 from dstrain.systems.phenaki.maskgit import MaskGit, TokenCritic
@@ -50,12 +55,12 @@ class Joint(nn.Module):
         self.blocks = nn.ModuleList([JointBlock(16, 4, qk_norm="rms", dual=True), JointBlock(16, 4, last=True)])
 
     def forward(self, x: Tensor, c: Tensor, mask: Tensor, patches: int) -> Tensor:
-        ordered = order_as_gathered(mask, patches, 1)[:, None, None]
-        x = take_own_parts(x, patches, 1)
-        seen = BlockInputs(c, mask=ordered, images=take_own_part(torch.arange(patches), 0).numel())
+        ordered = reorder_like_gathered_slices(mask, patches, 1)[:, None, None]
+        x = take_rank_slice_of_both_parts(x, patches, 1)
+        seen = BlockInputs(c, mask=ordered, images=take_rank_slice(torch.arange(patches), 0).numel())
         for block in self.blocks:
             x = block(x, *seen)
-        return gather_parts(x, 1)
+        return gather_rank_slices(x, 1)
 
 
 def call_joint(network: nn.Module) -> list[Tensor]:
@@ -74,7 +79,7 @@ class Grid(nn.Module):
         self.transformer = Transformer(16, 2, 4, 4, context, over != "all", over=over)
 
     def forward(self, x: Tensor, *told: Tensor | None) -> Tensor:
-        return gather_parts(self.transformer(take_own_part(x, ROWS), *told), ROWS)
+        return gather_rank_slices(self.transformer(take_rank_slice(x, ROWS), *told), ROWS)
 
 
 def call_grid(network: nn.Module) -> list[Tensor]:

@@ -20,7 +20,7 @@ from dstrain.metrics.in_training import draw_batches
 from dstrain.metrics.network import Features
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.draw import set_eval_mode
-from dstrain.sampling.requests import adapt_samples_for_metrics, make_request
+from dstrain.sampling.requests import adapt_samples_section_for_metrics, make_sampling_request
 from dstrain.sampling.scenes import assign_frames_to_scenes, choose_clip_length, draw_further_scenes
 from dstrain.systems.base import CHOICES, Request, System
 
@@ -43,7 +43,7 @@ class Drawn(Images):
     ) -> None:
         self.options, self.run, self.system, self.networks, self.source = options, run, system, networks, source
         self.num = options.num or 50_000 if source is None else len(source)
-        self.samples = adapt_samples_for_metrics(run.samples, run.data, system)
+        self.samples = adapt_samples_section_for_metrics(run.samples, run.data, system)
         self.clips = system.num_frames is not None
         self.captions = self.prompts = options.prompts if options.prompts or options.labels else self.samples.prompts
         if self.prompts and (cut := system.describe_cut([*self.prompts], "prompts")):
@@ -66,7 +66,7 @@ class Drawn(Images):
                 if self.source is None
                 else self._read_images_to_enlarge(self.source, begin, count)
             )
-            request, captions = make_request(
+            request, captions = make_sampling_request(
                 self.samples,
                 self.system,
                 count,
@@ -129,7 +129,7 @@ class Stories(Drawn):
         each scene, see metrics/clips.py.
         """
         options, texts, size = self.options, [*list_captions()], min(self.options.batch, self.num)
-        request, _ = make_request(
+        request, _ = make_sampling_request(
             self.samples,
             self.system,
             len(texts),

@@ -3,7 +3,7 @@
 Each rank averages the flats that it owns, so an update communicates nothing and costs 12 bytes an element and average.
 An update does shadow = beta * shadow + (1 - beta) * master:
 
-    decays      beta = Ema.compute_decay(decay, step)
+    decays      beta = Ema.compute_effective_decay(decay, step)
     profiles    beta = (1 - 1/t)^(gamma + 1), see profiles.py; t counts the updates of the part since they began
 
 An average is named by its number, the decay or the width; a recipe has none twice.
@@ -69,7 +69,7 @@ class EmaShadow:
                     kept = 1 - 1 / self._updates[part].clamp(min=1)
                     weight = ((1 - kept ** self._powers[name]) * flag).float()
                 else:
-                    weight = (1 - self.ema.compute_decay(name, step)) * flag
+                    weight = (1 - self.ema.compute_effective_decay(name, step)) * flag
                 for average, master in zip(shadow, self._masters[part].flats):
                     average.lerp_(master.detach(), weight)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear
-from dstrain.nn.tokens import MLPS, MODULATIONS, Attention, build_norm, join_heads, modulate
+from dstrain.nn.tokens import MLPS, MODULATIONS, Attention, build_norm_layer, join_heads, modulate
 
 
 class BlockInputs(NamedTuple):
@@ -59,12 +59,12 @@ class Block(nn.Module):
         vectors: int = 6,
     ) -> None:
         super().__init__()
-        self.norm1 = build_norm(norm, dim)
+        self.norm1 = build_norm_layer(norm, dim)
         self.attn = Attention(dim, num_heads, qk_norm)
         if text != "none":
-            self.norm_cross = build_norm("layer_affine", dim) if text == "normed" else nn.Identity()
+            self.norm_cross = build_norm_layer("layer_affine", dim) if text == "normed" else nn.Identity()
             self.cross = Attention(dim, num_heads, "rms_all" if qk_norm == "rms_all" else "none", dim, init="zero")
-        self.norm2 = build_norm(norm, dim)
+        self.norm2 = build_norm_layer(norm, dim)
         self.mlp = MLPS[mlp](dim, int(dim * mlp_ratio))
         self.adaLN_modulation = MODULATIONS[modulation](dim, vectors)
 
@@ -112,8 +112,8 @@ class JointBlock(nn.Module):
         of_words = self.text.adaLN_modulation(c)
         normed = self.image.norm1(image)
         heads = zip(
-            self.image.attn.project_heads(modulate(normed, shift_msa, scale_msa)),
-            self.text.attn.project_heads(modulate(self.text.norm1(words), of_words[0], of_words[1])),
+            self.image.attn.project_queries_keys_values(modulate(normed, shift_msa, scale_msa)),
+            self.text.attn.project_queries_keys_values(modulate(self.text.norm1(words), of_words[0], of_words[1])),
             strict=True,
         )
         read = join_heads(attend(*(torch.cat(pair, dim=2) for pair in heads), mask, shared=1))
@@ -137,7 +137,7 @@ class LastText(nn.Module):
 
     def __init__(self, dim: int, num_heads: int, qk_norm: str) -> None:
         super().__init__()
-        self.norm1 = build_norm("layer", dim)
+        self.norm1 = build_norm_layer("layer", dim)
         self.attn = Attention(dim, num_heads, qk_norm, project=False)
         self.adaLN_modulation = MODULATIONS["own"](dim, 2)
 
@@ -147,7 +147,7 @@ class FinalLayer(nn.Module):
 
     def __init__(self, dim: int, values: int, norm: str = "layer", modulation: str = "own") -> None:
         super().__init__()
-        self.norm_final = build_norm(norm, dim)
+        self.norm_final = build_norm_layer(norm, dim)
         self.linear = Linear(dim, values, init="zero")
         self.adaLN_modulation = MODULATIONS[modulation](dim, 2)
 

@@ -16,7 +16,7 @@ from dstrain.encoders.precision import find_precision_problem
 from dstrain.encoders.reader import Reader, ReadsTexts, get_text_fields_of_cache, replace_text_encoder
 from dstrain.nn.lora import list_lora_conflicts
 from dstrain.recipe import ConfigError, Run
-from dstrain.recipe.shapes import require_multiples
+from dstrain.recipe.shapes import require_divisible_sides
 from dstrain.systems.base import list_indivisible_counts
 from dstrain.systems.dit.align import Align, require_valid_block_numbers
 from dstrain.systems.dit.clips import Given, Video, list_clip_conflicts
@@ -59,7 +59,7 @@ class Config(Fields):
         unit = factor * patch
         if (self.image_size % factor or self.input_size % patch) and (self.first_stage or not self.codes):
             raise ConfigError(f"image_size {self.image_size} is no multiple of {unit}, patch_size x factor")
-        require_multiples(self.sizes, unit, "patch_size x factor")
+        require_divisible_sides(self.sizes, unit, "patch_size x factor")
         if self.codes is not None:
             factor = self.first_stage.factor if self.first_stage else 1
             self.codes.require_latents_match_input(self.in_channels, self.image_size, self.input_size, factor, patch)

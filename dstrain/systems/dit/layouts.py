@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dstrain.nn.layers import compute_timestep_frequencies
-from dstrain.nn.positions import make_rotations, make_sincos_positions
+from dstrain.nn.positions import make_rotary_embedding, make_sincos_positions
 from dstrain.recipe import ConfigError
 from dstrain.recipe.patterns import is_adapter_weight
 
@@ -399,7 +399,7 @@ def _require_same_rotation_table(key: str, table: Tensor, cos_or_sin: str, grid:
             f"{' and '.join(map(str, head_dims)) or 'no rotation'}; set block.rope and num_heads to those the file was "
             "made with"
         )
-    ours = make_rotations((grid, grid), table.shape[-1], after=max(len(table) - grid * grid, 0))[
+    ours = make_rotary_embedding((grid, grid), table.shape[-1], after=max(len(table) - grid * grid, 0))[
         0, int(cos_or_sin == "sin")
     ]
     if ours.shape != table.shape or not torch.allclose(ours, table.float(), atol=TOLERANCE):

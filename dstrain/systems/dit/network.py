@@ -15,8 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dstrain.nn.layers import Embedding, Linear, Patches, chain_named_layers
-from dstrain.nn.positions import make_rotations, make_sincos_positions, make_sincos_times
-from dstrain.nn.sequence import gather_parts, order_as_gathered, take_own_part, take_own_parts
+from dstrain.nn.positions import make_rotary_embedding, make_sincos_frame_positions, make_sincos_positions
+from dstrain.nn.sequence import (
+    gather_rank_slices,
+    reorder_like_gathered_slices,
+    take_rank_slice,
+    take_rank_slice_of_both_parts,
+)
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block, BlockInputs, FinalLayer, JointBlock
 from dstrain.systems.dit.conditions import (
@@ -228,13 +233,13 @@ class DiT(nn.Module):
             inputs = inputs._replace(shared=self.t_block(c).unflatten(-1, (6, -1)))
         if self.rope:
             rotation = self.get_rotary_positions(grid, self.head_dim, count, x.device)
-            inputs = inputs._replace(rotation=take_own_parts(rotation, patches, 2))
+            inputs = inputs._replace(rotation=take_rank_slice_of_both_parts(rotation, patches, 2))
         if words is not None and self.cross_attention:
             inputs = inputs._replace(text=words, mask=None if read is None else read[:, None, None])
         elif read is not None:
             read = F.pad(read, (patches + count - read.shape[1], 0), value=True)
-            inputs = inputs._replace(mask=order_as_gathered(read, patches, 1)[:, None, None])
-        x, tokens = take_own_part(x, 1), None if tokens is None else take_own_part(tokens, 1)
+            inputs = inputs._replace(mask=reorder_like_gathered_slices(read, patches, 1)[:, None, None])
+        x, tokens = take_rank_slice(x, 1), None if tokens is None else take_rank_slice(tokens, 1)
         if self.joint:
             inputs = inputs._replace(images=x.shape[1])
         taps = {self.base_depth, self.align_depth, self.align_target} if extras else ()
@@ -244,19 +249,21 @@ class DiT(nn.Module):
             out = self.final_layer(image, F.silu(time[:, None] + x), rotation)
         else:
             out = self.final_layer(x, c, c[:, None])
-        out = self.unpatchify(gather_parts(out, 1), grid)
+        out = self.unpatchify(gather_rank_slices(out, 1), grid)
         if not extras:
             return out
         found: dict[str, Any] = {"out": out}
         if self.base_depth:
             x = tapped[self.base_depth]
             base = self.base_layer(x, F.silu(time[:, None] + x) if self.wide else c, c[:, None])
-            found["base"] = self.unpatchify(gather_parts(base, 1), grid)
+            found["base"] = self.unpatchify(gather_rank_slices(base, 1), grid)
         if hasattr(self, "projectors"):
-            found["projected"] = [gather_parts(projector(tapped[self.align_depth]), 1) for projector in self.projectors]
+            found["projected"] = [
+                gather_rank_slices(projector(tapped[self.align_depth]), 1) for projector in self.projectors
+            ]
         if self.align_target:
-            found["drawn"] = gather_parts(tapped[self.align_depth], 1)
-            found["towards"] = gather_parts(tapped[self.align_target].detach(), 1)
+            found["drawn"] = gather_rank_slices(tapped[self.align_depth], 1)
+            found["towards"] = gather_rank_slices(tapped[self.align_target].detach(), 1)
         return found
 
     def _make_condition_tokens(self, time: Tensor, label: Tensor | None, words: Tensor | None) -> Tensor | None:
@@ -291,7 +298,7 @@ class DiT(nn.Module):
                 self._positions[high, wide] = self.compute_position_sines(high, wide)[None].to(self.pos_embed.device)
             positions = self._positions[high, wide]
         for count in times:
-            of_times = make_sincos_times(positions.shape[-1], count).to(positions.device)
+            of_times = make_sincos_frame_positions(positions.shape[-1], count).to(positions.device)
             positions = (of_times[:, None] + positions).flatten(0, 1)[None]
         return positions
 
@@ -306,14 +313,14 @@ class DiT(nn.Module):
     def get_rotary_positions(
         self, grid: tuple[int, ...], head_dim: int, unrotated: int, device: torch.device
     ) -> Tensor:
-        """Returns the rotary positions (see make_rotations) of the tokens in a grid of patches, and of `unrotated`
+        """Returns the rotary positions (see make_rotary_embedding) of the tokens in a grid of patches, and of `unrotated`
         further tokens, which are not rotated. Rows and columns run over the same range, whatever the number of patches.
         Computes them once and keeps them.
         """
         key = grid, head_dim, unrotated
         if key not in self._rotations:
             bases = (None,) * (len(grid) - 2) + (self.grid, self.grid)
-            self._rotations[key] = make_rotations(grid, head_dim, bases, after=unrotated).to(device)
+            self._rotations[key] = make_rotary_embedding(grid, head_dim, bases, after=unrotated).to(device)
         return self._rotations[key]
 
     def unpatchify(self, x: Tensor, grid: tuple[int, ...]) -> Tensor:
@@ -382,9 +389,9 @@ class WideHead(nn.Module):
         """Returns the values of patches (B, N, values) for images (B, C, H, W) and a condition for each patch, (B, N,
         D). rotation: what DiT.get_rotary_positions returns; None: no rotary positions.
         """
-        c, x = self.projector(conditions), take_own_part(self.x_embedder(image), 1)
+        c, x = self.projector(conditions), take_rank_slice(self.x_embedder(image), 1)
         if rotation is not None:
-            rotation = take_own_part(rotation, 2)
+            rotation = take_rank_slice(rotation, 2)
         x, _ = self.blocks(x, BlockInputs(c, rotation=rotation))
         return self.final_layer(x, c)
 

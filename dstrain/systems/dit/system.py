@@ -21,7 +21,7 @@ from dstrain.encoders.autoencoder import draw_latents
 from dstrain.encoders.reader import NAMES, Reader
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.lora import add_adapters
-from dstrain.nn.pixels import convert_to_uint8, require_shape
+from dstrain.nn.pixels import convert_to_uint8, require_model_input_shape
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.dit import sd3, weights
@@ -109,7 +109,7 @@ class DiTSystem(System):
             shapes = {self.config.get_input_shape(frames=x_start.shape[2])}
         if tuple(x_start.shape[1:]) not in shapes:
             channels, *_, high, wide = self.shape
-            require_shape(x_start.transpose(1, -3), (channels, high, wide), "in_channels")
+            require_model_input_shape(x_start.transpose(1, -3), (channels, high, wide), "in_channels")
         return example
 
     def _encode_clips(self, video: Tensor, key: Tensor) -> Tensor:
@@ -382,7 +382,7 @@ class DiTSystem(System):
             self.config.guidance_channels,
             rescale=request.guidance_rescale,
             guide=guide,
-            active=samplers.make_guidance_condition(request.guidance_interval, self.process.compute_noise_ratio),
+            active=samplers.make_guidance_mask_function(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
     def cannot_draw(self) -> str | None:
@@ -457,7 +457,7 @@ class DiTSystem(System):
             sd3.require_expressible_in_diffusers(self.config)
         else:
             weights.require_expressible_in_diffusers(self.config)
-        self.process.make_scheduler_arguments(velocities=not self.config.block.joint)
+        self.process.make_diffusers_scheduler_arguments(velocities=not self.config.block.joint)
 
     def decays(self, name: str, weight: Tensor) -> bool:
         """Returns whether weight decay applies to the parameter `name`. It applies to those of two or more axes, except

@@ -67,16 +67,16 @@ pipeline = DiffusionPipeline.from_pretrained("OUT", trust_remote_code=True)    #
 """
 _ALONE = """\
 # One process holds all tokens of a sample.
-def is_sharing():
+def is_sharing_tokens():
     return False
 
 
-def take_own_part(x, *_):
+def take_rank_slice(x, *_):
     return x
 
 
-take_own_parts = order_as_gathered = gather_parts = take_own_part
-gather_tokens_and_split_heads = gather_heads_and_split_tokens = take_own_part
+take_rank_slice_of_both_parts = reorder_like_gathered_slices = gather_rank_slices = take_rank_slice
+gather_tokens_and_split_heads = gather_heads_and_split_tokens = take_rank_slice
 """
 _PIXART = """\
 import torch
@@ -269,7 +269,7 @@ def measure_export_errors(
     kind = _import_class_transformer(own[0]) if own else DiTTransformer2DModel
     exported = kind.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
-    t = system.process.make_even_times(len(key), device)
+    t = system.process.make_evenly_spaced_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
     network = _make_reference_predictor(system, nets)
     results = {"with label": measure_relative_error(exported(x, t, y).sample, network(x, t, y=y))}
@@ -288,7 +288,7 @@ def _measure_errors_with_texts(
     kind = sd3.CLASS if pooled_dim else "PixArtTransformer2DModel"
     exported = getattr(diffusers, kind).from_pretrained(folder / "transformer", low_cpu_mem_usage=False)
     exported = exported.to(key.device).eval()
-    t, x = system.process.make_even_times(len(key), key.device), rng.normal(key, "start", system.shape)
+    t, x = system.process.make_evenly_spaced_times(len(key), key.device), rng.normal(key, "start", system.shape)
     cases = {"with text": {"text": example["text"][:_COUNT], "mask": example["text_mask"][:_COUNT]}}
     if pooled_dim:  # whose pipeline reads all tokens
         cases["with text"]["mask"] = torch.ones_like(cases["with text"]["mask"])
@@ -327,7 +327,7 @@ def draw_reference_outputs(system: DiTSystem, nets: Mapping[str, nn.Module]) -> 
     network = samplers.make_guided_network(
         _make_trained_predictor(system, nets), arguments, null, _choose_example_guidance_scale(system), channels
     )
-    x = system.process.draw_as_diffusers(network, noise)
+    x = system.process.sample_like_diffusers(network, noise)
     if system.cannot_draw():  # latents that no autoencoder decodes
         return x
     return convert_to_uint8(system.first_stage.decode(x) if system.first_stage else x)
@@ -466,7 +466,9 @@ def _import_class_transformer(path: Path) -> type[Any]:
 def _build_scheduler(system: DiTSystem) -> Any:
     import diffusers
 
-    return getattr(diffusers, system.process.scheduler)(**system.process.make_scheduler_arguments(velocities=True))
+    return getattr(diffusers, system.process.scheduler)(
+        **system.process.make_diffusers_scheduler_arguments(velocities=True)
+    )
 
 
 def _load_diffusers_autoencoder(config: Config) -> nn.Module | None:

@@ -117,7 +117,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
 
     Raises ConfigError for the first other difference, with both shapes and the remedy.
     """
-    shapes = fitting.list_shapes(network)
+    shapes = fitting.collect_weight_shapes(network)
     state, notes = dict(state), []
     positions = state.get(_POSITIONS)
     if (
@@ -127,7 +127,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module) -> fitting.Fitte
         and positions.shape[-1] == shapes[_POSITIONS][-1]
     ):
         state[_POSITIONS] = _interpolate_positions(positions, shapes[_POSITIONS][1], notes)
-    notes += fitting.redraw_resized_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
+    notes += fitting.redraw_resized_embedding_table(state, shapes, _CLASSES, std=0.02, keep_last=True)
     notes += adapt_projectors_in_place(state, shapes)
     if NULL_TEXT in shapes and NULL_TEXT not in state and any(name.startswith("text_tokens.") for name in state):
         fresh = torch.randn(shapes[NULL_TEXT], generator=torch.Generator().manual_seed(0))  # the same on every rank

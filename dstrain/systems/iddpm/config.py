@@ -9,7 +9,7 @@ from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS, GaussianDiffusion
 from dstrain.diffusion.process import ChainProcess, Flow, Process
 from dstrain.nn.lora import Lora, list_lora_conflicts
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, mark_fixed
-from dstrain.recipe.shapes import Shape, require_multiples
+from dstrain.recipe.shapes import Shape, require_divisible_sides
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.iddpm.network import GROUPS
 
@@ -136,7 +136,7 @@ class Config(SystemConfig):
                 f"image_size {self.image_size} is no multiple of {unit}, by which the {len(mults)} "
                 f"levels of channel_mult {list(mults)} divide it; take another size, or fewer levels"
             )
-        require_multiples(self.sizes, unit, f"by which the levels of channel_mult {list(mults)} divide them")
+        require_divisible_sides(self.sizes, unit, f"by which the levels of channel_mult {list(mults)} divide them")
         if self.sizes and self.small_size is not None:
             raise ConfigError("small_size: super-resolution is of squares: leave data.buckets out")
         unknown = [side for side in self.attention_resolutions if side not in sides]

@@ -22,7 +22,7 @@ from dstrain.diffusion.solvers import choose_eta
 from dstrain.diffusion.timesteps import LossSecondMomentSampler, TimestepSampler, UniformSampler
 from dstrain.nn.fitting import Fitted
 from dstrain.nn.lora import add_adapters
-from dstrain.nn.pixels import convert_to_uint8, require_shape
+from dstrain.nn.pixels import convert_to_uint8, require_model_input_shape
 from dstrain.recipe import ConfigError, Samples, reword_errors
 from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Request, System, Terms
 from dstrain.systems.iddpm import weights
@@ -68,7 +68,7 @@ class IDDPMSystem(System):
         """
         example = super().encode(batch)
         if tuple(example["x_start"].shape[1:]) not in self.shapes:
-            require_shape(example["x_start"], self.shape, "in_channels")
+            require_model_input_shape(example["x_start"], self.shape, "in_channels")
         if self.starts_from_data:
             example["low_res"] = self._shrink_to_low_res(example["x_start"])
         if self.config.class_cond and "label" in example and example["label"].device.type == "cpu":
@@ -152,7 +152,7 @@ class IDDPMSystem(System):
             arguments | null,
             request.guidance_scale,
             rescale=request.guidance_rescale,
-            active=samplers.make_guidance_condition(request.guidance_interval, self.process.compute_noise_ratio),
+            active=samplers.make_guidance_mask_function(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
     @torch.no_grad()
@@ -264,7 +264,7 @@ class IDDPMSystem(System):
         choices of its network or chain.
         """
         weights.make_diffusers_arguments(self.config)
-        self.process.make_scheduler_arguments()
+        self.process.make_diffusers_scheduler_arguments()
         if self.diffusion is None:
             raise ConfigError("objective: the pipelines of a UNet draw by a chain alone; take --format safetensors")
 

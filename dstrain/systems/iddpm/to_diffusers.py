@@ -146,7 +146,7 @@ def measure_export_errors(
         name: measure_relative_error(
             exported(seen, t, class_labels=label).sample,
             system.make_conditional_network(nets, conditions | {"label": label})(
-                x, system.diffusion.scale_timesteps(t)
+                x, system.diffusion.convert_timesteps_for_network(t)
             ),
         )
         for name, label in given.items()
@@ -194,7 +194,7 @@ def _build_scheduler(system: IDDPMSystem) -> Any:
     from diffusers import DDPMScheduler
 
     return DDPMScheduler(
-        **system.process.make_scheduler_arguments(),
+        **system.process.make_diffusers_scheduler_arguments(),
         variance_type=system.diffusion.variance,
         timestep_spacing="linspace",
     )

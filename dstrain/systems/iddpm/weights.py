@@ -76,10 +76,10 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     The notes say how the rows were understood. They also list flags that cannot be checked against the file: if the
     recipe has one of these wrong, no error is raised and pictures are wrong.
     """
-    shapes = fitting.list_shapes(network)
+    shapes = fitting.collect_weight_shapes(network)
     state = dict(state)
     notes = _add_or_remove_null_row(state, config) if config.class_cond and _LABELS in state else []
-    notes += fitting.redraw_resized_table(state, shapes, _LABELS, std=1.0)
+    notes += fitting.redraw_resized_embedding_table(state, shapes, _LABELS, std=1.0)
     fitting.require_matching_shapes(
         state, shapes, sorted(shapes.keys() | state.keys(), key=_make_network_order_key), _REMEDIES
     )

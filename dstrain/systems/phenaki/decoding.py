@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dstrain import rng
-from dstrain.nn.quantize import draw_gumbel
+from dstrain.nn.quantize import draw_gumbel_noise
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.config import Decoding
 from dstrain.systems.phenaki.masking import compute_masked_share, mark_lowest_scores
@@ -101,7 +101,7 @@ def _draw_tokens_of_all_frames(
         share = compute_masked_share(torch.full_like(num_free, done, dtype=torch.float64))
         again = torch.minimum((num_free * share).floor().long().clamp(min=1), num_free)
         if criticize is None:
-            confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * draw_gumbel(
+            confidence = certainty.flatten(1) + choices.confidence_temperature * (1 - done) * draw_gumbel_noise(
                 key, f"choice/{step}", (count,)
             )
             again = torch.minimum(again, (masked.sum(1) - 1).clamp(min=0))  # each step draws one token at least

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.nn.layers import Embedding, Linear
-from dstrain.nn.sequence import gather_parts, take_own_part
+from dstrain.nn.sequence import gather_rank_slices, take_rank_slice
 from dstrain.systems.phenaki.masking import MEAN_RATIO
 from dstrain.systems.phenaki.transformer import ROWS, Transformer
 from dstrain.systems.phenaki.vocabulary import Vocabulary
@@ -219,7 +219,7 @@ class Trunk(nn.Module):
             x = x * self.gradient_shrink + x.detach() * (1 - self.gradient_shrink)
         context, context_mask = (None, None) if self.text is None else self.text(dropped, **text)
         seen = None if real is None else real[:, :, None, None].expand(tokens.shape)
-        return gather_parts(self.transformer(take_own_part(x, ROWS), None, seen, context, context_mask), ROWS)
+        return gather_rank_slices(self.transformer(take_rank_slice(x, ROWS), None, seen, context, context_mask), ROWS)
 
 
 class Text(nn.Module):

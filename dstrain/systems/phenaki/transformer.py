@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from dstrain.nn.attention import attend
 from dstrain.nn.layers import Linear, make_dropout
-from dstrain.nn.quantize import widen_precision
-from dstrain.nn.sequence import gather_channels_and_split_parts, gather_parts_and_split_channels, take_own_part
+from dstrain.nn.quantize import upcast_to_float32
+from dstrain.nn.sequence import gather_axis_and_split_channels, gather_channels_and_split_axis, take_rank_slice
 from dstrain.recipe import ConfigError
 
 _HIDDEN = -10000.0  # added to scores of hidden tokens: its exp is 0, float16 can hold it
@@ -114,7 +114,7 @@ class TransformerBlock(nn.Module):
         context       (B, M, E), which cross-attention reads.
         context_mask  bool (B, M), False for entries of the context that may not be read; None: all may be.
         """
-        own_mask = None if mask is None else take_own_part(mask, ROWS)
+        own_mask = None if mask is None else take_rank_slice(mask, ROWS)
         if self.peg is not None:  # hidden tokens become 0, as the padding around the clip is
             x = x + self.peg(x if own_mask is None else x.masked_fill(~own_mask[..., None], 0.0))
         shape, flat = x.shape, self._reshape_to_sequences(x)
@@ -231,7 +231,7 @@ class UnitNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns x scaled to length 1 over its last axis, times the gains: (..., dim) -> (..., dim)."""
-        return F.normalize(widen_precision(x), dim=-1, eps=1e-6).to(x.dtype) * self.weight
+        return F.normalize(upcast_to_float32(x), dim=-1, eps=1e-6).to(x.dtype) * self.weight
 
 
 class FeedForward(nn.Module):
@@ -270,12 +270,12 @@ class PositionEncoder3d(nn.Conv3d):
         """Returns the depthwise convolution of tokens over time, height and width: (B, t, h, w, dim) -> (B, t, h, w,
         dim).
         """
-        x = gather_parts_and_split_channels(
+        x = gather_axis_and_split_channels(
             x, ROWS
         )  # a rank that shares rows encodes all of them, of a part of the channels
         x = F.pad(x.movedim(-1, 1), (1, 1, 1, 1, self.before, 2 - self.before))  # (B, dim, t, h, w)
-        x = F.conv3d(x, take_own_part(self.weight, 0), take_own_part(self.bias, 0), groups=x.shape[1])
-        return gather_channels_and_split_parts(x.movedim(1, -1), ROWS)
+        x = F.conv3d(x, take_rank_slice(self.weight, 0), take_rank_slice(self.bias, 0), groups=x.shape[1])
+        return gather_channels_and_split_axis(x.movedim(1, -1), ROWS)
 
 
 class PositionBias(nn.Module):

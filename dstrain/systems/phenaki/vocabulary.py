@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from dstrain.nn.layers import Linear
-from dstrain.nn.quantize import widen_precision
+from dstrain.nn.quantize import upcast_to_float32
 
 _ROW_MULTIPLE = 64  # from 512 rows on their number is padded to a multiple of it, below to one of a smaller power of 2
 
@@ -98,7 +98,7 @@ def _iterate_logit_chunks(x: Tensor, weight: Tensor, bias: Tensor, size: int) ->
     """
     for first in range(0, len(x), size):
         rows = slice(first, first + size)
-        yield rows, widen_precision(torch.addmm(bias, x[rows], weight.t()))
+        yield rows, upcast_to_float32(torch.addmm(bias, x[rows], weight.t()))
 
 
 def _draw_token_ids(logits: Tensor, uniforms: Tensor, temperature: float) -> Tensor:

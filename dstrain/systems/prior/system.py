@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.diffusion import samplers, schedule
-from dstrain.diffusion.gaussian import GaussianDiffusion, Network, cast_output
+from dstrain.diffusion.gaussian import GaussianDiffusion, Network, upcast_output_to_float32
 from dstrain.diffusion.solvers import choose_eta
 from dstrain.diffusion.timesteps import UniformSampler
 from dstrain.encoders import emoji
@@ -215,10 +215,10 @@ class PriorSystem(System):
         if self.config.self_cond:
             # Every rank makes both calls, whichever of its samples use the first one's result.
             with torch.no_grad():
-                first = cast_output(nets["denoiser"](x_t, t, **inputs, self_cond=torch.zeros_like(x_t)))
+                first = upcast_output_to_float32(nets["denoiser"](x_t, t, **inputs, self_cond=torch.zeros_like(x_t)))
             shown = rng.uniform(key, "self_cond") < 0.5
             inputs["self_cond"] = torch.where(shown[:, None], self.diffusion.predict_x_start(first, x_t, t), 0.0)
-        prediction = cast_output(nets["denoiser"](x_t, t, **inputs))
+        prediction = upcast_output_to_float32(nets["denoiser"](x_t, t, **inputs))
         if self.config.training_clamp_l2norm:
             prediction = self._rescale_to_data_norm(prediction)
         target = self.diffusion.compute_training_target(x_start, x_t, t, noise)
@@ -325,7 +325,7 @@ class PriorSystem(System):
         """
         scale, active = (
             request.guidance_scale,
-            samplers.make_guidance_condition(request.guidance_interval, self.diffusion.compute_noise_ratio),
+            samplers.make_guidance_mask_function(request.guidance_interval, self.diffusion.compute_noise_ratio),
         )
         if scale != 1 and not self.config.text_cond_drop_prob:
             raise ConfigError(
@@ -338,7 +338,7 @@ class PriorSystem(System):
 
         def predict_guided(x_t: Tensor, t: Tensor) -> Tensor:
             own = {"self_cond": last.pop() if last else torch.zeros_like(x_t)} if self.config.self_cond else {}
-            out = cast_output(
+            out = upcast_output_to_float32(
                 samplers.make_guided_network(
                     nets["denoiser"], inputs | own, null | own, scale, active=active, rescale=request.guidance_rescale
                 )(x_t, t)

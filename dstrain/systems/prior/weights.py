@@ -94,7 +94,7 @@ def adapt_weights(
             "weights: the file is a prior of DALLE2-pytorch: write model.lucidrains={} and the sizes of "
             "its config, with what differs from the original's defaults (docs/systems/prior.md)"
         )
-    shapes = fitting.list_shapes(network)
+    shapes = fitting.collect_weight_shapes(network)
     state, notes = dict(state), []
     of_file = [state.pop(name, None) for name in ("clip_mean", "clip_std")]
     if of_file[1] is not None and bool(of_file[1].any()):
@@ -130,7 +130,7 @@ def _adapt_lucidrains_weights(state: dict[str, Tensor], network: nn.Module, conf
     Null inputs begin at 0 if the file lacks them. Raises ConfigError if the file's betas are not the recipe's, and for
     the first other difference, with both sides and the remedy.
     """
-    shapes, notes = fitting.list_shapes(network), []
+    shapes, notes = fitting.collect_weight_shapes(network), []
     if is_original := any(name.startswith("net.") for name in state):
         _require_same_betas(state.get("noise_scheduler.betas"), config)
         notes = fitting.describe_unused_weights(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.lookup_free import CosineQuantizer
-from dstrain.nn.quantize import Codebook, draw_relaxed_tokens, widen_precision
+from dstrain.nn.quantize import Codebook, draw_relaxed_tokens, upcast_to_float32
 from dstrain.recipe import ConfigError
 from dstrain.systems.vae.losses import decode_logit_laplace
 
@@ -105,13 +105,16 @@ class DiscreteVAE(nn.Module):
         Returns a RelaxedOutput with the quantizer gumbel, and a RoundedOutput with others.
         """
         if self.quantizer is None:
-            logits = widen_precision(self._encode_to_features(x))  # (B, K, h, w)
+            logits = upcast_to_float32(self._encode_to_features(x))  # (B, K, h, w)
             tokens = draw_relaxed_tokens(logits, noise, temperature, self.sampling)
-            return RelaxedOutput(widen_precision(self.decoder(self.codebook(tokens))), logits)
+            return RelaxedOutput(upcast_to_float32(self.decoder(self.codebook(tokens))), logits)
         vectors = self._encode_to_features(x).movedim(1, -1)  # (B, h, w, D)
         coded = self.quantizer(vectors, vectors.new_ones(vectors.shape[:-1], dtype=torch.float32))
         return RoundedOutput(
-            widen_precision(self.decoder(move_channels_first(coded.x))), coded.tokens, coded.commitment, coded.codebook
+            upcast_to_float32(self.decoder(move_channels_first(coded.x))),
+            coded.tokens,
+            coded.commitment,
+            coded.codebook,
         )
 
     def encode(self, x: Tensor) -> Tensor:
@@ -119,7 +122,7 @@ class DiscreteVAE(nn.Module):
         most likely ones.
         """
         if self.quantizer is None:
-            return widen_precision(self._encode_to_features(x)).argmax(1)
+            return upcast_to_float32(self._encode_to_features(x)).argmax(1)
         return self.quantizer.encode(self._encode_to_features(x).movedim(1, -1))
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -127,7 +130,7 @@ class DiscreteVAE(nn.Module):
         vectors = (
             self.codebook(tokens) if self.quantizer is None else move_channels_first(self.quantizer.decode(tokens))
         )
-        return self.convert_to_pixels(widen_precision(self.decoder(vectors))).clamp(0, 1)
+        return self.convert_to_pixels(upcast_to_float32(self.decoder(vectors))).clamp(0, 1)
 
     def convert_to_pixels(self, decoder_output: Tensor) -> Tensor:
         """Converts the decoder's output (B, C or 2C, H, W) to images (B, C, H, W) in about [0, 1]; they are not

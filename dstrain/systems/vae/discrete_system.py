@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.nn.measures import measure_codebook_usage, measure_psnr_and_ssim, measure_token_shares
-from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel
+from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel_noise
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
 from dstrain.systems.vae.config import Config
@@ -119,7 +119,7 @@ class DiscreteSystem(AutoencoderSystem):
         x = (example["x_start"] + 1) / 2
         if not self.relaxed:
             return nets["autoencoder"](x)
-        noise = draw_gumbel(example["key"], "gumbel", self.latent_shape)
+        noise = draw_gumbel_noise(example["key"], "gumbel", self.latent_shape)
         return nets["autoencoder"](x, noise, self._compute_temperature_and_kl_weight(example)[0])
 
     def _compute_temperature_and_kl_weight(self, example: Example) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from dstrain import rng
 from dstrain.nn.adversarial import compute_picture_gradient, record_layer_inputs
 from dstrain.nn.fitting import Fitted, Remedies
-from dstrain.nn.picture_loss import LastLayer, PictureLoss, make_loss_of_value_and_gradient
-from dstrain.nn.pixels import convert_to_uint8, require_shape
+from dstrain.nn.picture_loss import LastLayer, PictureLoss, make_loss_from_value_and_gradient
+from dstrain.nn.pixels import convert_to_uint8, require_model_input_shape
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.vae import weights
@@ -39,7 +39,7 @@ class AutoencoderSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.picture_loss = PictureLoss(config.variant.perceptual, config.variant.discriminator)
-        self.parts = self.picture_loss.list_part_losses("autoencoder", self.compute_autoencoder_loss)
+        self.parts = self.picture_loss.collect_losses_by_part("autoencoder", self.compute_autoencoder_loss)
         self.values = config.channels * config.image_size**2  # number of values of an image
         self.side = config.image_size // config.downsampling_factor  # side of the latents or tokens
 
@@ -78,7 +78,7 @@ class AutoencoderSystem(System):
             terms |= self.compute_reconstruction_terms(nets, leaf, example)
             of_distance = compute_picture_gradient(self.picture_loss.compute_reconstruction_loss(terms), leaf)
             layer = LastLayer(entered[0], last.kernel_size[0]) if by_last_layer else None
-            critique, of_critique = self.picture_loss.compute_critique(
+            critique, of_critique = self.picture_loss.compute_critique_terms_and_gradient(
                 nets, example, self.convert_to_picture(nets, leaf), example["x_start"], of_distance, leaf, layer
             )
             terms |= critique
@@ -88,7 +88,7 @@ class AutoencoderSystem(System):
                 + coding
             )
             pull = (out * (of_distance + of_critique)).flatten(1).sum(1) + coding
-            loss = make_loss_of_value_and_gradient(value, pull)
+            loss = make_loss_from_value_and_gradient(value, pull)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
     @abstractmethod
@@ -116,7 +116,7 @@ class AutoencoderSystem(System):
         """Replaces "image" in a batch by "x_start", float32 (B, C, H, W) in [-1, 1]. Raises ConfigError if the images
         have another shape than the model's.
         """
-        require_shape(batch["image"], self.config.shape, "channels")
+        require_model_input_shape(batch["image"], self.config.shape, "channels")
         return super().encode(batch)
 
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dstrain.nn.fitting import Remedies, list_shapes, require_matching_shapes
+from dstrain.nn.fitting import Remedies, collect_weight_shapes, require_matching_shapes
 from dstrain.recipe import ConfigError
 
 _CLASS = "AutoencoderKL"
@@ -27,7 +27,7 @@ def adapt_weights(
     holds ZeRO-3's placeholders instead of weights, or if any other name or shape differs. `remedies` gives the fields
     of the recipe that the message names.
     """
-    shapes, notes = list_shapes(network), []
+    shapes, notes = collect_weight_shapes(network), []
     inner = {name.removeprefix(_PART): tensor for name, tensor in state.items() if name.startswith(_PART)}
     if inner and not shapes.keys() & state.keys():
         notes.append(f"{len(inner)} weights of the part {_PART} were taken, {len(state) - len(inner)} others left out")

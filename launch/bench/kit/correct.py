@@ -183,7 +183,7 @@ class _Averages:
         applied, ema = trial.trained.engines.collect_applied_flags(), trial.trained.run.ema
         for part, by_decay in self.shadows.items():
             for decay, shadow in by_decay.items() if applied.get(part) else ():
-                keep = ema.compute_decay(decay, number)
+                keep = ema.compute_effective_decay(decay, number)
                 for own, flat in zip(shadow, trial.trained.engines.masters[part].flats):
                     own.mul_(keep).add_(flat.detach(), alpha=1 - keep)
         return losses

@@ -76,7 +76,7 @@ class _Network:
         if wide:
             torch._foreach_copy_([weight.data for weight in self.weights], masters)
         for decay, shadow in zip(run.ema.decays, self.shadows):
-            torch._foreach_lerp_(shadow, masters, 1 - run.ema.compute_decay(decay, number))
+            torch._foreach_lerp_(shadow, masters, 1 - run.ema.compute_effective_decay(decay, number))
 
 
 class Plain:

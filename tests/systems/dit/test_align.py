@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from dstrain import rng
 from dstrain.distributed.progress import get_phases
 from dstrain.encoders.image import VisionTower
-from dstrain.planning.step import choose_measured_step
+from dstrain.planning.step import choose_step_to_measure
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Request
 from dstrain.systems.dit.align import Align, Alignment
@@ -143,7 +143,7 @@ def test_a_plan_counts_an_alignment_that_ends() -> None:
     """Oracle: by hand: a late step, or the first where the alignment has ended by then."""
     for until, expected in ((0, 9984), (9990, 9984), (100, 0)):
         system = build({"align": LAYERSYNC | {"until": until}})
-        assert choose_measured_step(Run(system="dit", steps=10_000), system) == expected
+        assert choose_step_to_measure(Run(system="dit", steps=10_000), system) == expected
 
 
 def test_with_a_second_and_a_wide_head() -> None:

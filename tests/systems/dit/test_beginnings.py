@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from dstrain.planning.step import choose_measured_step
+from dstrain.planning.step import choose_step_to_measure
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.system import DiTSystem
 from tests.systems.dit.cases import VIDEO
@@ -27,7 +27,7 @@ def test_when_clips_are_cut() -> None:
     for frames, share in shares.items():
         for first in (0, 77, 1700):
             assert abs(ends[first : first + 200].count(frames) - 200 * share) <= 2, (frames, first)
-    assert system.workload(choose_measured_step(SimpleNamespace(steps=300), system))[1] == 5
+    assert system.workload(choose_step_to_measure(SimpleNamespace(steps=300), system))[1] == 5
 
 
 @pytest.mark.parametrize("shares, end", [((1.0,), 1), ((0.0, 1.0), 3), ((), 5)])

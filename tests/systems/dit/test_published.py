@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dstrain.commands.import_weights import import_weights
 from dstrain.nn.layers import compute_timestep_features
-from dstrain.nn.positions import make_rotations, make_sincos_positions
+from dstrain.nn.positions import make_rotary_embedding, make_sincos_positions
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs.weights import read_adapted_weights
 from dstrain.systems.base import Request
@@ -196,7 +196,7 @@ def test_wan_blocks() -> None:
     shared = linear(state, "condition_embedder.time_proj")(F.silu(time)).unflatten(-1, (6, -1))
     text = chain(state, "condition_embedder.text_embedder", tensors["in/text"], partial(F.gelu, approximate="tanh"))
     tokens, _ = trunk(
-        x.flatten(2).transpose(1, 2), BlockInputs(None, shared, make_rotations(sides, dim // heads), text)
+        x.flatten(2).transpose(1, 2), BlockInputs(None, shared, make_rotary_embedding(sides, dim // heads), text)
     )
     out = head(tokens, None, time[:, None]).view(-1, *sides, 1, 2, 2, 4).permute(0, 7, 1, 4, 2, 5, 3, 6)
     assert torch.allclose(out.reshape(tensors["in/x"].shape), tensors["out/velocity"], atol=2e-5)

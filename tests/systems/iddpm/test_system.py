@@ -19,7 +19,7 @@ from tests.support.tiny_iddpm import AWARE, LABELS, build, random, warm
 def test_expectation_of_the_weighed_loss(monkeypatch):
     """Oracle: the mean over all timesteps: the sum of p(t) * (weight * loss)(t), t by t, under known p(t)."""
     system = warm(build(learn_sigma=True, **AWARE))
-    nets, p = random(system), system.timesteps.compute_probabilities()
+    nets, p = random(system), system.timesteps.get_probabilities()
     assert float(p.max() / p.min()) > 5  # far from uniform
     one = system.encode(system.synthetic(1))
     example = {name: tensor.expand(20, *tensor.shape[1:]) for name, tensor in one.items()}
@@ -48,7 +48,7 @@ def test_observe():
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     again = build(**AWARE)
     again.load_state_dict(found)
-    assert torch.equal(again.timesteps.compute_probabilities(), system.timesteps.compute_probabilities())
+    assert torch.equal(again.timesteps.get_probabilities(), system.timesteps.get_probabilities())
 
 
 def test_held_out_figures_know_no_history():

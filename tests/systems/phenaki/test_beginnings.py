@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from dstrain import rng
-from dstrain.planning.step import choose_measured_step
+from dstrain.planning.step import choose_step_to_measure
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Request
 from tests.support import tokenizers
@@ -32,7 +32,7 @@ def test_when_clips_are_cut():
             )
     for rare in (system, build(beginnings=[0.99])):
         for steps in (300, 2000, 10_000):  # what plan.py counts
-            assert rare.workload(choose_measured_step(SimpleNamespace(steps=steps), rare)) == (1, 3, 3)
+            assert rare.workload(choose_step_to_measure(SimpleNamespace(steps=steps), rare)) == (1, 3, 3)
     again = build(beginnings=[0.5, 0.0, 0.2])
     again.turns(77)
     assert again._cut == cuts[76]

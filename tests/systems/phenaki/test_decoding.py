@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dstrain import rng
-from dstrain.nn.quantize import draw_gumbel
+from dstrain.nn.quantize import draw_gumbel_noise
 from dstrain.systems.phenaki.config import Decoding
 from dstrain.systems.phenaki.decoding import draw_unknown_tokens
 
@@ -129,7 +129,7 @@ def test_confidence_keeps_the_likeliest():
             before, after = seen[step].flatten(), seen[step + 1].flatten()
             trust = (
                 certainty.flatten()
-                + noise * (1 - (step + 1) / steps) * draw_gumbel(keys(1), f"choice/{step}", (32,))[0]
+                + noise * (1 - (step + 1) / steps) * draw_gumbel_noise(keys(1), f"choice/{step}", (32,))[0]
             )
             kept, masked = trust[before & ~after], trust[after]
             assert bool((after <= before).all()) and float(kept.min()) > float(masked.max())

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from dstrain import rng, systems
-from dstrain.nn.perceptual import load_distance
-from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel
+from dstrain.nn.perceptual import load_perceptual_distance
+from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel_noise
 from dstrain.systems.vae.discrete import DiscreteVAE
 from dstrain.systems.vae.losses import EPS, LEAST_LOG_SCALE, compute_logit_laplace_loss, decode_logit_laplace
 from tests.support.golden import fill
@@ -52,7 +52,7 @@ def test_loss_of_a_sample():
     terms = system.loss("autoencoder", nets, example)
     network, x = nets["autoencoder"], batch["image"] / 255
     logits = network.encoder(2 * x - 1)
-    noise = draw_gumbel(batch["key"], "gumbel", (16, 4, 4))
+    noise = draw_gumbel_noise(batch["key"], "gumbel", (16, 4, 4))
     soft = ((logits + noise) / 0.25**0.25).softmax(1)
     out = network.decoder(torch.einsum("bkhw,kd->bdhw", soft, network.codebook.weight))
     recon = (out - (2 * x - 1)).square().mean((1, 2, 3))
@@ -83,13 +83,13 @@ def test_descent_as_in_vqgan(changes):
         assert parts == ("autoencoder", "discriminator")[: step - 1]
         terms = system.loss("autoencoder", nets, example)
         ours = torch.autograd.grad(terms["loss"], list(network.parameters()))
-        passed = network(x, draw_gumbel(batch["key"], "gumbel", (16, 4, 4)), terms.get("temperature"))
+        passed = network(x, draw_gumbel_noise(batch["key"], "gumbel", (16, 4, 4)), terms.get("temperature"))
         picture = 2 * network.convert_to_pixels(passed.out) - 1
         if "reconstruction" in changes:
             recon = compute_logit_laplace_loss(passed.out, x)
         else:
             recon = (passed.out - (2 * x - 1)).square().mean((1, 2, 3))
-        total = recon + 0.5 * load_distance("builtin:fashion")(picture, 2 * x - 1)
+        total = recon + 0.5 * load_perceptual_distance("builtin:fashion")(picture, 2 * x - 1)
         loss = total
         if "levels" not in changes:
             loss = loss + (
@@ -205,7 +205,7 @@ def test_channels(channels, reconstruction):
     nets, batch = nets_of(system), system.synthetic(2)
     network, x = nets["autoencoder"], batch["image"] / 255
     example = system.encode(batch)
-    passed = network(x, draw_gumbel(batch["key"], "gumbel", (16, 4, 4)), torch.full((2,), 1 / 16))
+    passed = network(x, draw_gumbel_noise(batch["key"], "gumbel", (16, 4, 4)), torch.full((2,), 1 / 16))
     assert passed.out.shape[1] == channels * (2 if reconstruction == "logit_laplace" else 1)
     target = 2 * x - 1 if channels < 4 else torch.cat((2 * x[:, :3] - 1, x[:, 3:]), 1)
     torch.testing.assert_close(network.normalize(x), target, rtol=1e-5, atol=1e-6)

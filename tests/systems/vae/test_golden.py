@@ -58,7 +58,9 @@ def test_decode(tiny):
 def test_loss_and_reconstruction(tiny, monkeypatch):
     """Oracle: the original's loss, with its KL summed over the batch, and its relaxed reconstruction."""
     system, network, tensors, _ = tiny
-    monkeypatch.setattr("dstrain.systems.vae.discrete_system.draw_gumbel", lambda key, name, shape: tensors["gumbel"])
+    monkeypatch.setattr(
+        "dstrain.systems.vae.discrete_system.draw_gumbel_noise", lambda key, name, shape: tensors["gumbel"]
+    )
     example = {"x_start": 2 * tensors["x"] - 1, "key": torch.arange(2), "step": torch.tensor([3, 3])}
     terms = system.loss("autoencoder", {"autoencoder": network}, example)
     torch.testing.assert_close(terms["loss"].double(), tensors["loss"], **CLOSE)

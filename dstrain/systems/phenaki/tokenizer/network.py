@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
-from dstrain.nn.quantize import widen_precision
-from dstrain.nn.sequence import gather_parts, take_own_part, take_own_part_again
+from dstrain.nn.quantize import upcast_to_float32
+from dstrain.nn.sequence import gather_rank_slices, take_rank_slice, take_rank_slice_of_gathered
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.transformer import ROWS, PositionBias, Transformer, build_alibi_bias
 
@@ -132,24 +132,24 @@ class CViViT(nn.Module):
         counted = mark_frames_with_tokens(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
         video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
         # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
-        first = self.to_patch_emb_first_frame(take_own_part(self._cut_patches(video[:, :1], 1), ROWS))
-        later = self.to_patch_emb(take_own_part(self._cut_patches(video[:, 1:], self.temporal_patch_size), ROWS))
+        first = self.to_patch_emb_first_frame(take_rank_slice(self._cut_patches(video[:, :1], 1), ROWS))
+        later = self.to_patch_emb(take_rank_slice(self._cut_patches(video[:, 1:], self.temporal_patch_size), ROWS))
         x = torch.cat((first, later), dim=1)  # (B, t, h, w, D)
         x = self.enc_spatial_transformer(x, bias)
-        return gather_parts(self.enc_temporal_transformer(x, build_alibi_bias(self.heads, x.shape[1], x)), ROWS)
+        return gather_rank_slices(self.enc_temporal_transformer(x, build_alibi_bias(self.heads, x.shape[1], x)), ROWS)
 
     def _decode_vectors(self, x: Tensor, bias: Tensor) -> Tensor:
         """Decodes quantized vectors (B, t, h, w, D) to clips, float32 (B, T, C, H, W). `bias` (heads, h w, h w) is that
         of spatial attention.
         """
-        x = take_own_part_again(
+        x = take_rank_slice_of_gathered(
             x, ROWS
         )  # the encoder's tokens were gathered for the quantizer, which measures whole clips
         x = self.dec_temporal_transformer(x, build_alibi_bias(self.heads, x.shape[1], x))
         x = self.dec_spatial_transformer(x, bias)
-        first = self._join_patches(gather_parts(self.to_pixels_first_frame(x[:, :1]), ROWS), 1)
-        later = self._join_patches(gather_parts(self.to_pixels(x[:, 1:]), ROWS), self.temporal_patch_size)
-        return widen_precision(torch.cat((first, later), dim=1))
+        first = self._join_patches(gather_rank_slices(self.to_pixels_first_frame(x[:, :1]), ROWS), 1)
+        later = self._join_patches(gather_rank_slices(self.to_pixels(x[:, 1:]), ROWS), self.temporal_patch_size)
+        return upcast_to_float32(torch.cat((first, later), dim=1))
 
     def _cut_patches(self, video: Tensor, patch_frames: int) -> Tensor:
         """Cuts clips (B, t * patch_frames, C, H, W) into patches of `patch_frames` frames and s x s pixels, s being

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.nn.adversarial import compute_picture_gradient
-from dstrain.nn.fitting import list_shapes, require_matching_shapes
-from dstrain.nn.lookup_free import Usage, compute_codebook_bits
+from dstrain.nn.fitting import collect_weight_shapes, require_matching_shapes
+from dstrain.nn.lookup_free import CodeUsage, compute_codebook_bits
 from dstrain.nn.measures import measure_codebook_usage, measure_psnr_and_ssim, measure_token_shares
-from dstrain.nn.picture_loss import PictureLoss, make_loss_of_value_and_gradient
-from dstrain.nn.pixels import convert_to_uint8, require_shape
+from dstrain.nn.picture_loss import PictureLoss, make_loss_from_value_and_gradient
+from dstrain.nn.pixels import convert_to_uint8, require_model_input_shape
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, System, Terms
 from dstrain.systems.phenaki.tokenizer.config import Config
@@ -60,11 +60,11 @@ class TokenizerSystem(System):
         self.picture_loss = PictureLoss(
             config.perceptual, config.discriminator, config.discriminator and config.discriminator.penalty
         )
-        self.parts = self.picture_loss.list_part_losses("tokenizer", self.compute_tokenizer_loss)
+        self.parts = self.picture_loss.collect_losses_by_part("tokenizer", self.compute_tokenizer_loss)
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
-        self._usage: Usage | None = None  # running shares of codes, the reference of `diversity`
+        self._usage: CodeUsage | None = None  # running shares of codes, the reference of `diversity`
         if config.quantizer == "lookup_free":
-            self._usage = Usage(compute_codebook_bits(config.codebook_size), config.usage_decay)
+            self._usage = CodeUsage(compute_codebook_bits(config.codebook_size), config.usage_decay)
             self.watched = ("shares",)
 
     def networks(self) -> dict[str, nn.Module]:
@@ -80,7 +80,7 @@ class TokenizerSystem(System):
         """
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]  # (B, T, C, H, W)
-        require_shape(video, self.config.shape, "channels")
+        require_model_input_shape(video, self.config.shape, "channels")
         total, surplus = video.shape[1], (video.shape[1] - 1) % self.temporal_patch_size
         if surplus:
             raise ConfigError(
@@ -121,7 +121,7 @@ class TokenizerSystem(System):
                 + terms["critique_weight"] * terms["critique"]
                 + coding
             )
-            loss = make_loss_of_value_and_gradient(value, pull + coding)
+            loss = make_loss_from_value_and_gradient(value, pull + coding)
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss} | shares
 
     def _compute_terms_and_surrogate_loss(
@@ -146,7 +146,9 @@ class TokenizerSystem(System):
         # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
         count = count_frames_with_tokens(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
         of_mean = count * _take_one_frame_each(of_recon, place) + of_frame
-        critique, of_critique = self.picture_loss.compute_critique(nets, example, frame, truth, of_mean)
+        critique, of_critique = self.picture_loss.compute_critique_terms_and_gradient(
+            nets, example, frame, truth, of_mean
+        )
         pull = of_recon.index_put(
             (torch.arange(len(place), device=place.device), place), of_frame + of_critique, accumulate=True
         )
@@ -288,7 +290,7 @@ class TokenizerSystem(System):
                 "weights: the file is of phenaki-pytorch, whose position encoder mixes up frames and "
                 "places; its weights mean nothing in a network that does not: train anew"
             )
-        shapes = list_shapes(self.build_part_on_meta(part))
+        shapes = collect_weight_shapes(self.build_part_on_meta(part))
         require_matching_shapes(
             state, shapes, [*shapes, *(name for name in state if name not in shapes)], _REMEDIES[part]
         )
