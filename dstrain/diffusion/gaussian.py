@@ -103,9 +103,9 @@ class GaussianDiffusion:
         """Returns a shorter chain over a subset of this one's timesteps. `spec` says how many and which, see
         schedule.space_timesteps.
         """
-        return self.respace_chain(schedule.space_timesteps(self.num_timesteps, spec))
+        return self.respace_to_timesteps(schedule.space_timesteps(self.num_timesteps, spec))
 
-    def respace_chain(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
+    def respace_to_timesteps(self, timesteps: Sequence[int]) -> "GaussianDiffusion":
         """Returns a shorter chain that visits only `timesteps` of this one (ascending, in [0, T)) and has the same
         alphas_cumprod there.
         """

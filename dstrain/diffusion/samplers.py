@@ -118,7 +118,7 @@ def sample_chain(
     if sampler in CHAINS:
         arguments = {"eta": eta} if sampler == "ddim" else {}
         return CHAINS[sampler](
-            diffusion.respace_chain(timesteps),
+            diffusion.respace_to_timesteps(timesteps),
             network,
             x,
             noise,
@@ -146,7 +146,7 @@ def invert_chain(
         raise ConfigError(
             f"sampler={sampler}{f', eta={eta:g}' if eta else ''} cannot be inverted: take --sampler ddim with eta 0"
         )
-    return invert_ddim(diffusion.respace_chain(timesteps), network, x_start)
+    return invert_ddim(diffusion.respace_to_timesteps(timesteps), network, x_start)
 
 
 class ChainDenoiser:

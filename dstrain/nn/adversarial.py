@@ -35,13 +35,17 @@ class PatchDiscriminator(nn.Module):
 
     def __init__(self, channels: int = 3, base_channels: int = 64, n_layers: int = 3) -> None:
         super().__init__()
-        layers: list[nn.Module] = [Filter(channels, base_channels, stride=2), nn.LeakyReLU(_LEAK)]
+        layers: list[nn.Module] = [FilterConvolution(channels, base_channels, stride=2), nn.LeakyReLU(_LEAK)]
         for number in range(1, n_layers + 1):
             before, after = (base_channels * min(2**power, 8) for power in (number - 1, number))
             stride = 2 if number < n_layers else 1
             groups = math.gcd(after, max(after // 16, 1))
-            layers += [Filter(before, after, stride, bias=False), nn.GroupNorm(groups, after), nn.LeakyReLU(_LEAK)]
-        self.main = nn.Sequential(*layers, Judge(after, 1, stride=1))
+            layers += [
+                FilterConvolution(before, after, stride, bias=False),
+                nn.GroupNorm(groups, after),
+                nn.LeakyReLU(_LEAK),
+            ]
+        self.main = nn.Sequential(*layers, LogitConvolution(after, 1, stride=1))
 
     def forward(self, x: Tensor, num_slopes: int = 0) -> Tensor | tuple[Tensor, Tensor]:
         """Returns the discriminator's logits (B, 1, h, w) of pictures x (B, C, H, W). If `num_slopes` is above 0,
@@ -69,7 +73,7 @@ class PatchDiscriminator(nn.Module):
         return self.main(x.to(self.main[0].weight.dtype))
 
 
-class Filter(nn.Conv2d):
+class FilterConvolution(nn.Conv2d):
     """A convolution of 4 x 4; weights start normal with deviation 0.02, as published."""
 
     def __init__(self, in_channels: int, out_channels: int, stride: int, bias: bool = True) -> None:
@@ -84,7 +88,7 @@ class Filter(nn.Conv2d):
             nn.init.zeros_(self.bias)
 
 
-class Judge(Filter):
+class LogitConvolution(FilterConvolution):
     """The last convolution, whose bias is added in float64.
 
     Within the hinge loss's margins real and fake patches pull at the bias with equal and opposite weights. A sum in

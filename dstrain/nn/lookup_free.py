@@ -13,10 +13,10 @@ split. The entropy of its lookup-free quantizer is that of a micro-batch, too.
 
 The entropy of the mean, H(E p), is not a mean over samples, so no sample has a share of it. But H(E p) is the smallest
 cross-entropy, min_q -E sum_c p(c) log q(c). The minimum lies at q = E p, where both have the same gradient. So each
-sample's loss is its own cross-entropy to a fixed q (`Usage.compute_cross_entropy`), and q, a mean over recent global
-batches, moves once a step (`Usage`). So the loss of a sample does not depend on its rank or micro-batch. For more than
-2^10 codes p and q are taken over groups of bits: the sum of the groups' entropies bounds the whole entropy (equal for d
-<= 10).
+sample's loss is its own cross-entropy to a fixed q (`CodeUsage.compute_cross_entropy`), and q, a mean over recent
+global batches, moves once a step (`CodeUsage`). So the loss of a sample does not depend on its rank or micro-batch. For
+more than 2^10 codes p and q are taken over groups of bits: the sum of the groups' entropies bounds the whole entropy
+(equal for d <= 10).
 """
 
 from typing import NamedTuple
@@ -142,7 +142,7 @@ class UnitCodebook(nn.Embedding):
         return tokens, F.normalize(upcast_to_float32(F.embedding(tokens, self.weight)), dim=-1)
 
 
-class Usage:
+class CodeUsage:
     """Keeps `q`, the shares of codes by group over recent global batches, equal on all ranks. `q` is part of the
     system's state and has no gradient.
     """

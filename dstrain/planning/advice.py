@@ -170,15 +170,15 @@ def _estimate_with_micro_batch(case: Case, size: dict[str, int]) -> Estimate | N
 
 
 def _find_first_fitting_estimate(
-    try_: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]
+    estimate_size: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]
 ) -> Estimate | None:
-    """Returns the estimate of the first of `sizes` that fits, None if none fits. `try_` returns the estimate of a size,
-    or None. Searches by bisection: later sizes must take less memory.
+    """Returns the estimate of the first of `sizes` that fits, None if none fits. `estimate_size` returns the
+    estimate of a size, or None. Searches by bisection: later sizes must take less memory.
     """
     fitting, low, high = None, 0, len(sizes) - 1
     middle = high  # The last one is tried first, since most ways fail even with it.
     while low <= high:
-        tried = try_(sizes[middle])
+        tried = estimate_size(sizes[middle])
         if tried and tried.fits:
             fitting, high = tried, middle - 1
         else:
@@ -262,11 +262,11 @@ def _make_cost_sort_key(estimate: Estimate) -> tuple[float, ...]:
     return estimate.time.total, estimate.host_bytes, -estimate.micro_batch
 
 
-def _list_micro_batches(share: int) -> list[int]:
-    """Returns the micro-batches to try, the largest first: `share`, the samples of a rank in a step, then half of it, a
-    quarter and so on as long as these are whole numbers, and 1.
+def _list_micro_batches(samples_per_rank: int) -> list[int]:
+    """Returns the micro-batches to try, the largest first: `samples_per_rank`, the samples of a rank in a step,
+    then half of it, a quarter and so on as long as these are whole numbers, and 1.
     """
-    sizes = [share]
+    sizes = [samples_per_rank]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
     return sizes if sizes[-1] == 1 else [*sizes, 1]

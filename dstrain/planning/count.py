@@ -57,11 +57,12 @@ def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:
         raise
 
 
-def _call_with_picklable_errors(trusted: list[str], work: Callable[..., T], *arguments: Any) -> T:
-    """Calls `work` within the worker process, and returns its result. First allows the worker to import the `trusted`
-    packages as systems. An exception that cannot be pickled becomes a RuntimeError with the traceback as text.
+def _call_with_picklable_errors(trusted_packages: list[str], work: Callable[..., T], *arguments: Any) -> T:
+    """Calls `work` within the worker process, and returns its result. First allows the worker to import
+    `trusted_packages` as systems. An exception that cannot be pickled becomes a RuntimeError with the traceback as
+    text.
     """
-    for name in trusted:
+    for name in trusted_packages:
         trust_system(name)
     try:
         return work(*arguments)

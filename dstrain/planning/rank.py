@@ -126,34 +126,36 @@ def _require_no_quantization(settings: dict[str, Any]) -> None:
             )
 
 
-def _scale_measures_to_world(measured: Measured, kept: dict[str, int], few: int, world: int) -> Measured:
-    """Converts `measured`, the measures of a step on `few` ranks, to a step on `world` ranks. `kept` has the bytes, by
-    kind, that one of `world` ranks keeps between steps.
+def _scale_measures_to_world(measured: Measured, kept: dict[str, int], measured_world: int, world: int) -> Measured:
+    """Converts `measured`, the measures of a step on `measured_world` ranks, to a step on `world` ranks. `kept` has the
+    bytes, by kind, that one of `world` ranks keeps between steps.
 
     What all ranks share becomes smaller: what a rank keeps, and what its optimizer works on. Whole weights, samples and
     the groups of fewer ranks stay as they are.
     """
     smaller = kept["masters"] / measured.kept["masters"]
-    padded = smaller * world / few
+    padded = smaller * world / measured_world
 
-    def scale_bytes_to_world(kinds: dict[str, int], working: float) -> dict[str, int]:
-        """Converts bytes by kind from `few` to `world` ranks. Multiplies those of the kind "working" by the factor
-        `working`.
+    def scale_bytes_to_world(bytes_by_kind: dict[str, int], working_factor: float) -> dict[str, int]:
+        """Converts bytes by kind from `measured_world` to `world` ranks. Multiplies those of the kind "working" by
+        `working_factor`.
         """
         sizes = {
             kind: size + kept.get(kind, 0) - measured.kept.get(kind, 0) if kind in kept else size
-            for kind, size in kinds.items()
+            for kind, size in bytes_by_kind.items()
         }
-        return {kind: round(size * working) if kind == "working" else size for kind, size in sizes.items()}
+        return {kind: round(size * working_factor) if kind == "working" else size for kind, size in sizes.items()}
 
     def scale_collectives_to_world(collectives: tuple[Collective, ...]) -> tuple[Collective, ...]:
-        """Converts the collectives among all `few` ranks to those among `world` ranks. Those of smaller groups stay."""
+        """Converts the collectives among all `measured_world` ranks to those among `world` ranks. Those of smaller
+        groups stay.
+        """
         # Muon's all_to_all exchanges what a rank owns; other collectives exchange whole weights.
         return tuple(
             replace(
                 each, bytes=round(each.bytes * (smaller if each.operation == "all_to_all" else padded)), ranks=world
             )
-            if each.ranks == few
+            if each.ranks == measured_world
             else each
             for each in collectives
         )

@@ -60,14 +60,14 @@ class Measured:
 
 
 def measure_step(
-    run: Run, settings: dict[str, Any], system: System, kind: type[Engines] = Engines
+    run: Run, settings: dict[str, Any], system: System, engines_class: type[Engines] = Engines
 ) -> tuple[Measured, Engines, EmaShadow]:
-    """Builds DeepSpeed engines of class `kind` and EMA averages, takes a few steps, and measures the last one. Returns
-    (measures, engines, averages).
+    """Builds DeepSpeed engines of class `engines_class` and EMA averages, takes a few steps, and measures the last one.
+    Returns (measures, engines, averages).
     """
     with Watch() as watch:
         with watch.set_kind_of_new_storages("buckets"):  # what is made here and has no other owner
-            engines = build_engines(run, settings, system, kind=kind)
+            engines = build_engines(run, settings, system, kind=engines_class)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         with watch.set_kind_of_new_storages("inputs"), unset_fake_temporarily():  # captions are read
             batches = Repeated(
@@ -106,13 +106,13 @@ def measure_step(
 
 
 def measure_bytes_of_states(
-    run: Run, settings: dict[str, Any], system: System, kind: type[Engines]
+    run: Run, settings: dict[str, Any], system: System, engines_class: type[Engines]
 ) -> tuple[dict[str, int], Engines, EmaShadow]:
-    """Builds DeepSpeed engines of class `kind` and EMA averages, without a step. Returns ({kind of tensor: bytes},
-    engines, averages), for the weights, optimizer states, averages and gradients.
+    """Builds DeepSpeed engines of class `engines_class` and EMA averages, without a step. Returns ({kind of tensor:
+    bytes}, engines, averages), for the weights, optimizer states, averages and gradients.
     """
     with Watch() as watch:
-        engines = build_engines(run, settings, system, kind=kind)
+        engines = build_engines(run, settings, system, kind=engines_class)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         for masters in engines.masters.values():
             for moment in masters.moment_kinds:

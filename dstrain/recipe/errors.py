@@ -68,10 +68,10 @@ def choose_write_remedy(error: OSError, remedy: str) -> str:
     return remedy.replace("make room", "allow writing") if forbidden else remedy
 
 
-def require_replaceable_file(path: Path, named: str, is_own: Callable[[Path], bool]) -> None:
+def require_replaceable_file(path: Path, option: str, is_own: Callable[[Path], bool]) -> None:
     """Raises ConfigError unless a command may replace what is at `path`: nothing, an empty file, or a file that this
-    command has written, for which `is_own` returns True. Also raises ConfigError if the file cannot be read. `named` is
-    the option that gives the path, for the message.
+    command has written, for which `is_own` returns True. Also raises ConfigError if the file cannot be read. `option`
+    is the one that gives the path, for the message.
     """
     try:
         if not path.exists() or (path.is_file() and (path.stat().st_size == 0 or is_own(path))):
@@ -79,5 +79,5 @@ def require_replaceable_file(path: Path, named: str, is_own: Callable[[Path], bo
     except (OSError, ValueError):  # a file that cannot be read may be anybody's
         pass
     raise ConfigError(
-        f"{named} {path} is there, and is no file that this command has written: name another file, or remove that one"
+        f"{option} {path} is there, and is no file that this command has written: name another file, or remove that one"
     )

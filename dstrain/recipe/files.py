@@ -51,13 +51,13 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     return run
 
 
-def complete_model_section(run: Run, config_class: Any, typed: Iterable[str] = ()) -> Run:
+def complete_model_section(run: Run, config_class: Any, overrides: Iterable[str] = ()) -> Run:
     """Returns the Run with a complete section `model`: filled in from the rest of the recipe, checked by the system's
-    Config, and with all defaults written out. Raises ConfigError if the section is wrong, or if an override in `typed`,
+    Config, and with all defaults written out. Raises ConfigError if the section is wrong, or if one of `overrides`,
     those of the command line, has another value than the data give.
     """
     completed = config_class.completed(run.model, run)
-    if replaced := describe_replaced_entries("model", run.model, completed, typed):
+    if replaced := describe_replaced_entries("model", run.model, completed, overrides):
         raise ConfigError(*replaced)
     try:
         model = config_class.model_validate(completed)
@@ -67,18 +67,18 @@ def complete_model_section(run: Run, config_class: Any, typed: Iterable[str] = (
 
 
 def describe_replaced_entries(
-    section: str, given: dict[str, Any], completed: dict[str, Any], typed: Iterable[str]
+    section: str, given: dict[str, Any], completed: dict[str, Any], overrides: Iterable[str]
 ) -> list[str]:
     """Returns a message for each entry of a section that an override sets, and to which the data have given another
     value.
 
     given: the entries as the user set them
     completed: the entries after filling in from the data
-    typed: the overrides, such as "model.num_classes=10"
+    overrides: the overrides, such as "model.num_classes=10"
 
     Leaves out entries that are null in `given`, and those that only the recipe file sets.
     """
-    keys = [override.partition("=")[0].strip().split(".") for override in typed]
+    keys = [override.partition("=")[0].strip().split(".") for override in overrides]
     names = {key[1] for key in keys if key[0] == section and len(key) > 1}
     problems = []
     for name in sorted(names & given.keys()):

@@ -29,10 +29,10 @@ def is_adapter_weight(name: str) -> bool:
     return ".lora_A." in name or ".lora_B." in name
 
 
-def is_weight_learned(train_only: Sequence[str] | None, part: str, name: str, built: bool) -> bool:
+def is_weight_learned(train_only: Sequence[str] | None, part: str, name: str, requires_grad: bool) -> bool:
     """Returns whether a weight is trained: if a pattern of `train_only` matches its name, or if it belongs to a LoRA
-    adapter. If `train_only` is None, returns `built`, the weight's requires_grad when its network was built.
+    adapter. If `train_only` is None, returns `requires_grad`, the weight's requires_grad when its network was built.
     """
     if train_only is None:
-        return built
+        return requires_grad
     return is_adapter_weight(name) or any(fits_pattern(pattern, part, name) for pattern in train_only)

@@ -88,12 +88,12 @@ OTHER_VERSION = "another version of dstrain or of the system has written it: tak
 _TRIED = re.compile(r"bool|int|float|str|\[key\]|(constrained|function|lax|literal|list|tuple|dict|nullable)\W.*")
 
 
-def _merge_type_errors(items: Iterable[Any]) -> list[Any]:
+def _merge_type_errors(errors: Iterable[Any]) -> list[Any]:
     """Returns pydantic's errors, at most one for each value. Where a value may have several types, pydantic reports an
     error for each type; these become one.
     """
     merged: list[Any] = []
-    for item in items:
+    for item in errors:
         whole = item["loc"]
         tried = next((i for i, part in enumerate(whole) if isinstance(part, str) and _TRIED.fullmatch(part)), None)
         location = whole[:tried]
@@ -194,11 +194,11 @@ def _remove_underscores(word: str) -> str:
     return word.replace("_", "")
 
 
-def _has_only_words_of(one: str, other: str) -> bool:
-    """Returns whether all words of `one`, split at underscores, are words of `other`, as "patch" is of "patch_size".
-    Also returns True if `one` begins with `other` and an underscore.
+def _has_only_words_of(name: str, other_name: str) -> bool:
+    """Returns whether all words of `name`, split at underscores, are words of `other_name`, as "patch" is of
+    "patch_size". Also returns True if `name` begins with `other_name` and an underscore.
     """
-    return set(one.split("_")) <= set(other.split("_")) or one.startswith(f"{other}_")
+    return set(name.split("_")) <= set(other_name.split("_")) or name.startswith(f"{other_name}_")
 
 
 def suggest_files(path: Path, pattern: str) -> str:

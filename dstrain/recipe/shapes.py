@@ -15,14 +15,14 @@ Share = Annotated[float, Field(gt=0, le=1)]
 Aspect = Annotated[float, Field(gt=0, le=1000)]
 
 
-def require_divisible_sides(sizes: tuple[Shape, ...] | None, unit: int, words: str) -> None:
+def require_divisible_sides(sizes: tuple[Shape, ...] | None, unit: int, unit_explanation: str) -> None:
     """Raises ConfigError if a width or height in `sizes` (model.sizes, from data.buckets) is not a multiple of `unit`
-    pixels. `words` explain the unit in the message.
+    pixels. `unit_explanation` explains the unit in the message.
     """
     if unfit := [f"{wide} x {high}" for wide, high in sizes or () if wide % unit or high % unit]:
         raise ConfigError(
             f"sizes: the sides of {', '.join(unfit[:5])} in data.buckets are no multiples of {unit}, "
-            f"{words}: give others, or a rule whose step is a multiple"
+            f"{unit_explanation}: give others, or a rule whose step is a multiple"
         )
 
 

@@ -163,15 +163,16 @@ def make_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
 
-def count_grid_columns_by_class(request: Request, most: int = 20) -> int | None:
+def count_grid_columns_by_class(request: Request, max_columns: int = 20) -> int | None:
     """Returns with how many columns a grid shows one class in each column: the number of classes, if the request's
     labels repeat one sequence of distinct classes, such as 0 1 2 0 1 2.
 
-    Returns None for other labels or none, for fewer than 2 or more than `most` classes, and if no class is repeated.
+    Returns None for other labels or none, for fewer than 2 or more than `max_columns` classes, and if no class is
+    repeated.
     """
     labels = request.conditions.get("label")
     count = 0 if labels is None else len(labels.unique())
-    if not 1 < count <= most or count >= len(request.seeds):
+    if not 1 < count <= max_columns or count >= len(request.seeds):
         return None
     return count if torch.equal(labels[count:], labels[:-count]) else None
 

@@ -41,12 +41,12 @@ class Scene:
     frames: int
 
 
-def choose_clip_length(system: System, frames: int | None, primed: int | None, scenes: bool) -> Length:
+def choose_clip_length(system: System, frames: int | None, primed: int | None, has_scenes: bool) -> Length:
     """Returns the number of frames of a clip, and how many of them are given (`primed`).
 
     frames  None: as many as the system's longest clip has.
-    primed  None: 1 with `scenes`. Otherwise 1 + p, where p is the system's temporal_patch_size, or 1 if the clip has no
-            more than 1 + p frames.
+    primed  None: 1 with `has_scenes`. Otherwise 1 + p, where p is the system's temporal_patch_size, or 1 if the clip
+            has no more than 1 + p frames.
 
     Raises ConfigError if the system's clips cannot have so many frames, or so many given ones.
     """
@@ -62,7 +62,7 @@ def choose_clip_length(system: System, frames: int | None, primed: int | None, s
             "more, and go on from the last ones (--scenes)"
         )
     if primed is None:
-        return Length(frames, 1 + unit if 1 + unit < frames and not scenes else 1)
+        return Length(frames, 1 + unit if 1 + unit < frames and not has_scenes else 1)
     if (primed - 1) % unit or primed >= frames:
         raise ConfigError(f"--prime-frames {primed}: give 1 + m * {unit} of the {frames} frames, and not all")
     return Length(frames, primed)
@@ -83,33 +83,33 @@ def draw_further_scenes(
     scenes: list[dict[str, Tensor]],
     primed: int,
     request: Request,
-    draw: Callable[[Request], Tensor],
+    draw_clips: Callable[[Request], Tensor],
 ) -> Tensor:
     """Continues clips uint8 (N, T, C, H, W) by one scene after the other, and returns the whole videos, (N, T', C, H,
     W).
 
-    seeds    int64 (N,), the seeds of `clips`, from which the seeds of further scenes are derived.
-    scenes   the conditions of each further scene, {name: (N, ...), or (1, ...) for all clips}.
-    primed   how many last frames each scene begins with; these are not drawn again.
-    request  gives the sampler, steps and guidance of all scenes.
-    draw     draw(request) returns the N clips of a request, uint8 (N, T, C, H, W).
+    seeds       int64 (N,), the seeds of `clips`, from which the seeds of further scenes are derived.
+    scenes      the conditions of each further scene, {name: (N, ...), or (1, ...) for all clips}.
+    primed      how many last frames each scene begins with; these are not drawn again.
+    request     gives the sampler, steps and guidance of all scenes.
+    draw_clips  draw_clips(request) returns the N clips of a request, uint8 (N, T, C, H, W).
     """
     for texts in scenes:
         seeds = rng.keys_of_seeds(seeds)
         conditions = {name: values.expand(len(clips), *values.shape[1:]) for name, values in texts.items()}
         conditions |= system.conditions_from(clips[:, -primed:])
-        scene = draw(replace(request, seeds=seeds, conditions=conditions))
+        scene = draw_clips(replace(request, seeds=seeds, conditions=conditions))
         clips = torch.cat((clips, scene[:, primed:]), dim=1)
     return clips
 
 
-def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: bool) -> Tensor:
+def read_prime_frames(path: Path, data: Data, temporal_patch_size: int, primed: int, exactly: bool) -> Tensor:
     """Reads the last K frames of each clip, from which videos are continued: uint8 (N, K, C, H, W). `path` is a video
     or picture, a folder of them, or an .npz of samples.
 
     primed   K, if all clips have so many frames.
-    exactly  whether ConfigError is raised if a clip has fewer; if not, K is the largest 1 + m * unit that all clips
-             have.
+    exactly  whether ConfigError is raised if a clip has fewer; if not, K is the largest 1 + m * temporal_patch_size
+             that all clips have.
 
     Videos and pictures are scaled and cropped to the size of the run's data. Raises ConfigError, with the file's name,
     if a file cannot be read, or an .npz has another size.
@@ -126,7 +126,7 @@ def read_prime_frames(path: Path, data: Data, unit: int, primed: int, exactly: b
             f"--prime {path}: there are {shortest} frames, and --prime-frames {primed} are to be given: "
             "give a longer clip, or fewer frames"
         )
-    count = min(primed, shortest - (shortest - 1) % unit)
+    count = min(primed, shortest - (shortest - 1) % temporal_patch_size)
     return torch.stack([clip[-count:] for clip in clips])
 
 
@@ -144,12 +144,14 @@ def _list_prime_files(path: Path) -> list[Path]:
     return files
 
 
-def _read_last_frames(file: Path, data: Data, most: int) -> Tensor:
-    """Returns the last `most` frames of a video or picture, or all if it has fewer, in the size of the run's data.
-    Raises ConfigError if the file cannot be read.
+def _read_last_frames(file: Path, data: Data, max_frames: int) -> Tensor:
+    """Returns the last `max_frames` frames of a video or picture, or all if it has fewer, in the size of the run's
+    data. Raises ConfigError if the file cannot be read.
     """
     try:
-        clip, real, _ = read_clip(file, Cut(most, *_get_frame_size(data), data.channels, upright=data.upright), _LATEST)
+        clip, real, _ = read_clip(
+            file, Cut(max_frames, *_get_frame_size(data), data.channels, upright=data.upright), _LATEST
+        )
     except Exception as error:  # a hostile file may raise anything
         raise ConfigError(
             f"--prime {file} cannot be read ({' '.join(str(error).split())[:150]}): give a video or a picture"

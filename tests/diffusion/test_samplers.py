@@ -337,7 +337,7 @@ def test_inverted_by_name():
     diffusion, x_start = chain(1000), MEAN + STD * randn(0, (16, 1))
     network, timesteps = optimal(diffusion), samplers.choose_timesteps(diffusion, "ddim", 100)
     noise = samplers.invert_chain(diffusion, network, x_start, "ddim", timesteps)
-    assert torch.equal(noise, samplers.invert_ddim(diffusion.respace_chain(timesteps), network, x_start))
+    assert torch.equal(noise, samplers.invert_ddim(diffusion.respace_to_timesteps(timesteps), network, x_start))
     again = samplers.sample_chain(diffusion, network, noise, None, "ddim", timesteps)
     assert float((again - x_start).abs().max()) < 0.1
 

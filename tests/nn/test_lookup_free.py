@@ -8,9 +8,9 @@ import torch
 
 from dstrain.nn import lookup_free
 from dstrain.nn.lookup_free import (
+    CodeUsage,
     CosineQuantizer,
     LookupFree,
-    Usage,
     average_code_probabilities,
     compute_codebook_bits,
     convert_signs_to_tokens,
@@ -91,7 +91,7 @@ def test_diversity_has_the_gradient_of_the_entropy_of_the_mean(monkeypatch):
     z = torch.randn(6, 5, 4, requires_grad=True)
     shares = average_code_probabilities(4 * z, torch.ones(6, 5))
     expected = torch.autograd.grad(torch.special.entr(shares.mean(0)).sum(), z, retain_graph=True)[0]
-    usage = Usage(4, decay=0.0)
+    usage = CodeUsage(4, decay=0.0)
     usage.update_shares(shares.detach())
     diversity = usage.compute_cross_entropy(shares, 4)
     torch.testing.assert_close(torch.autograd.grad(diversity.mean(), z, retain_graph=True)[0], expected)
@@ -103,14 +103,14 @@ def test_diversity_has_the_gradient_of_the_entropy_of_the_mean(monkeypatch):
 
 def test_usage():
     """Oracle: the running mean by hand; what is not finite moves nothing; at first all codes are as frequent."""
-    usage = Usage(2, decay=0.5)
+    usage = CodeUsage(2, decay=0.5)
     assert usage.q.tolist() == [0.25] * 4
     usage.update_shares(torch.tensor([[1.0, 0, 0, 0], [0, 1, 0, 0]]))
     torch.testing.assert_close(usage.q, torch.tensor([0.375, 0.375, 0.125, 0.125]))
     before = usage.q.clone()
     usage.update_shares(torch.tensor([[math.nan, 0, 0, 0], [0, 1, 0, 0]]))
     assert torch.equal(usage.q, before)
-    never = Usage(1, decay=0.0)
+    never = CodeUsage(1, decay=0.0)
     never.update_shares(torch.tensor([[1.0, 0.0]]))
     assert bool(never.compute_cross_entropy(torch.tensor([[0.5, 0.5]]), 1).isfinite())
 
@@ -118,7 +118,7 @@ def test_usage():
 def test_diversity_spreads_codes():
     """Oracle: a projection that gives every sample one code; descending the terms, all 16 are in use."""
     torch.manual_seed(0)
-    quantizer, usage, weight = LookupFree(8, 16), Usage(4), torch.ones(256, 1)
+    quantizer, usage, weight = LookupFree(8, 16), CodeUsage(4), torch.ones(256, 1)
     with torch.no_grad():
         quantizer.project_in.bias.fill_(4.0)
     optimizer = torch.optim.Adam(quantizer.project_in.parameters(), lr=0.05)

@@ -205,7 +205,7 @@ def test_scenes_go_on() -> None:
     """Oracle: by hand: of a clip of 5 frames and 1 given, two scenes have 9; each begins where the other ends."""
     system = build()
     nets = {"denoiser": fill(system.networks()["denoiser"])}
-    length = choose_clip_length(system, None, None, scenes=True)
+    length = choose_clip_length(system, None, None, has_scenes=True)
     assert (length.frames, length.primed) == (5, 1)
     first = Request(torch.tensor([3]), system.conditions_from_texts(["a bag"]), 2)
     clip = system.sample(nets, first)
