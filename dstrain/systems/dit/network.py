@@ -313,9 +313,9 @@ class DiT(nn.Module):
     def get_rotary_positions(
         self, grid: tuple[int, ...], head_dim: int, unrotated: int, device: torch.device
     ) -> Tensor:
-        """Returns the rotary positions (see make_rotary_embedding) of the tokens in a grid of patches, and of `unrotated`
-        further tokens, which are not rotated. Rows and columns run over the same range, whatever the number of patches.
-        Computes them once and keeps them.
+        """Returns the rotary positions (see make_rotary_embedding) of the tokens in a grid of patches, and of
+        `unrotated` further tokens, which are not rotated. Rows and columns run over the same range, whatever the number
+        of patches. Computes them once and keeps them.
         """
         key = grid, head_dim, unrotated
         if key not in self._rotations:
