@@ -110,7 +110,7 @@ def read_clip(
         if _is_picture(file):
             return _read_picture_frames(file, cut, random_number)
         listed = listing or read_frame_listing(file)
-        return _decode_window(file, cut, cut.choose_frame_window(listed.count, random_number), listed), listed
+        return _decode_frame_window(file, cut, cut.choose_frame_window(listed.count, random_number), listed), listed
 
     frames, listing = retry(read_frames)
     padding = frames[-1:] * (cut.num_frames - len(frames))
@@ -133,7 +133,7 @@ def count_frames(file: Path | bytes) -> int:
         if not _is_picture(file):
             return read_frame_listing(file).count
         with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
-            return getattr(image, "n_frames", 1) - _count_skipped_frames(image)
+            return getattr(image, "n_frames", 1) - _count_pictures_before_animation(image)
 
     return retry(count_once)
 
@@ -194,7 +194,7 @@ def _open_video_stream(file: Path | bytes) -> Iterator[tuple[Any, Any]]:
         yield container, stream
 
 
-def _decode_window(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
+def _decode_frame_window(path: Path | bytes, cut: Cut, window: range, listing: Listing) -> list[Tensor]:
     """Returns the frames whose numbers are in `window`, cropped, uint8 (C, H, W) each. Raises ConfigError if one of
     them is damaged, or if the file ends before the last.
     """
@@ -288,7 +288,7 @@ def _read_picture_frames(file: Path | bytes, cut: Cut, random_number: float | No
     listing with the number of all frames of the file.
     """
     with open_image(file if isinstance(file, Path) else io.BytesIO(file), _FORMATS) as image:
-        skipped = _count_skipped_frames(image)
+        skipped = _count_pictures_before_animation(image)
         count, frames = getattr(image, "n_frames", 1) - skipped, []
         for number in cut.choose_frame_window(count, random_number):
             image.seek(number + skipped)
@@ -297,7 +297,7 @@ def _read_picture_frames(file: Path | bytes, cut: Cut, random_number: float | No
     return frames, Listing(count)
 
 
-def _count_skipped_frames(image: Image.Image) -> int:
+def _count_pictures_before_animation(image: Image.Image) -> int:
     """Returns how many pictures of a file come before its first frame: 1 for an animated PNG that begins with a
     separate still picture, else 0.
     """

@@ -224,11 +224,12 @@ def can_hold_bytes(arrow_type: pa.DataType) -> bool:
 
 
 @contextmanager
-def _convert_errors_to_config_error(where: str, file_format: str) -> Iterator[None]:
+def _convert_errors_to_config_error(display_name: str, file_format: str) -> Iterator[None]:
     """Turns errors of reading within the block into ConfigError, which says that a file is cut off or damaged. Raises
     ConfigError and NotRead unchanged.
 
-    where: names the file in the message. file_format: the format of the file in the message, "Arrow" or "parquet".
+    display_name: names the file in the message. file_format: the format of the file in the message, "Arrow" or
+    "parquet".
     """
     try:
         yield
@@ -236,18 +237,18 @@ def _convert_errors_to_config_error(where: str, file_format: str) -> Iterator[No
         raise
     except (pa.ArrowException, OSError, EOFError, ValueError) as error:
         raise ConfigError(
-            f"{where} is no readable {file_format} file ({' '.join(str(error).split())[:200]}): it is cut "
+            f"{display_name} is no readable {file_format} file ({' '.join(str(error).split())[:200]}): it is cut "
             "off or damaged; make it anew, or take it away"
         ) from None
 
 
-def _make_concatenated_files_error(where: str, end_offset: int) -> ConfigError:
-    """Returns the error for a file `where` that consists of several concatenated files. end_offset: the byte at which
-    the first ends.
+def _make_concatenated_files_error(display_name: str, end_offset: int) -> ConfigError:
+    """Returns the error for a file `display_name` that consists of several concatenated files. end_offset: the byte at
+    which the first ends.
     """
     return ConfigError(
-        f"{where} goes on behind its end at byte {end_offset:,}: several files were joined as they are, and only one "
-        "of them would be read: keep each as a file of its own"
+        f"{display_name} goes on behind its end at byte {end_offset:,}: several files were joined as they are, and "
+        "only one of them would be read: keep each as a file of its own"
     )
 
 

@@ -153,20 +153,20 @@ def select_matching_files(entries: list[tuple[str, bool]], pattern: str) -> list
     return [(name, is_folder) for name, is_folder in entries if not is_folder and fnmatch.fnmatchcase(name, pattern)]
 
 
-def require_files_of_pattern(where: str, files: Files) -> None:
+def require_files_of_pattern(display_name: str, files: Files) -> None:
     """Raises ConfigError if data.path is a pattern with a star that fits no file, or one with braces that lists a file
     that is missing. Of a long list, looks for only some 1000 files. Does nothing without a pattern.
 
-    where: what messages call the pattern, such as data.path=x/*.tar.
+    display_name: what messages call the pattern, such as data.path=x/*.tar.
     """
     if files.pattern is not None and not files.list_names():
-        raise ConfigError(f"{where} fits no file: correct the pattern")
+        raise ConfigError(f"{display_name} fits no file: correct the pattern")
     listed = files.listed if isinstance(files, LocalFiles) else []
     looked = [*listed[:: max(1, len(listed) // _LOOKED)], *listed[-1:]]
     absent = next((name for name in looked if not os.path.exists(files.fetch_local_path(name))), None)
     if absent is not None:
         raise ConfigError(
-            f"{where} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "
+            f"{display_name} names {len(listed):,} files, and {absent} is not there: shorten the pattern, or "
             "fetch what is missing"
         )
 

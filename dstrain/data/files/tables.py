@@ -67,31 +67,33 @@ def match_column_names(known_names: Sequence[str], columns: Sequence[str]) -> li
     return [found[name] for name in known_names if name in found]
 
 
-def open_table(files: Files, name: str, where: str) -> Table:
-    """Opens a table whose suffix is in TABLES. where: what messages call the table."""
-    return TABLES["." + name.lower().rpartition(".")[2]](files, name, where)
+def open_table(files: Files, name: str, display_name: str) -> Table:
+    """Opens a table whose suffix is in TABLES. display_name: what messages call the table."""
+    return TABLES["." + name.lower().rpartition(".")[2]](files, name, display_name)
 
 
-def read_lines(files: Files, name: str, where: str) -> Iterator[str]:
+def read_lines(files: Files, name: str, display_name: str) -> Iterator[str]:
     """Yields the lines of a text file in UTF-8, each with its line end. Raises ConfigError if the file cannot be read,
-    or if a line is not UTF-8, or is longer than 16 MB. where: what messages call the file.
+    or if a line is not UTF-8, or is longer than 16 MB. display_name: what messages call the file.
     """
     try:
         file = files.open(name)
     except NotRead:
         raise
     except (OSError, ConfigError) as error:
-        raise ConfigError(f"{where} cannot be read: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{display_name} cannot be read: {' '.join(str(error).split())}") from None
     with file:
         number = 0
         while line := retry(lambda: file.readline(_LONGEST + 1)):
             number += 1
             if len(line) > _LONGEST:
-                raise ConfigError(f"{where}, line {number}: longer than {_LONGEST >> 20} MB: is this a text file?")
-            yield _decode_line(line, number, where)
+                raise ConfigError(
+                    f"{display_name}, line {number}: longer than {_LONGEST >> 20} MB: is this a text file?"
+                )
+            yield _decode_line(line, number, display_name)
 
 
-def _decode_line(line: bytes, line_number: int, where: str) -> str:
+def _decode_line(line: bytes, line_number: int, display_name: str) -> str:
     """Returns a line of a file as text. Raises ConfigError, with a remedy, if it is not UTF-8 or has a NUL."""
     try:
         text = line.decode("utf-8-sig" if line_number == 1 else "utf-8")
@@ -102,10 +104,12 @@ def _decode_line(line: bytes, line_number: int, where: str) -> str:
         at = error.start
     wide = line.count(0) > 1 or line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
     if b"\0" in line and not wide:
-        raise ConfigError(f"{where}, line {line_number}: a NUL is in no text: take it away, `tr -d '\\0' <OLD >NEW`")
+        raise ConfigError(
+            f"{display_name}, line {line_number}: a NUL is in no text: take it away, `tr -d '\\0' <OLD >NEW`"
+        )
     encoding = "UTF-16" if wide else "LATIN1"
     raise ConfigError(
-        f"{where}, line {line_number}: byte {line[at]:#x} is no UTF-8: write the file in UTF-8, "
+        f"{display_name}, line {line_number}: byte {line[at]:#x} is no UTF-8: write the file in UTF-8, "
         f"as `iconv -f {encoding} -t UTF-8 OLD > NEW` does for text in {encoding}"
     )
 

@@ -280,20 +280,20 @@ def peek_files_below(files: Files, folder: str = "", ancestors: tuple[str, ...] 
             yield from peek_files_below(files, start + name, ancestors)
 
 
-def _describe_left_out(counts: Mapping[str, int]) -> str:
+def _describe_left_out(counts_by_reason: Mapping[str, int]) -> str:
     """Returns in words how many files or samples were left out and for which reasons, with remedies; "" if none were.
 
-    counts: numbers by reason, as `Layout.left_out` returns them.
+    counts_by_reason: numbers by reason, as `Layout.left_out` returns them.
     """
-    suffixes = sorted(reason for reason in counts if reason[0] == ".")
-    remarks = [f"{counts[reason]:,} {reason} are left out" for reason in counts if reason[0] != "."]
+    suffixes = sorted(reason for reason in counts_by_reason if reason[0] == ".")
+    remarks = [f"{counts_by_reason[reason]:,} {reason} are left out" for reason in counts_by_reason if reason[0] != "."]
     if suffixes:
         ways = ["convert pictures to PNG or JPEG"] * any(suffix in PICTURES for suffix in suffixes)
         ways += ["read videos by data.num_frames"] * any(suffix in VIDEOS for suffix in suffixes)
         ways += ["convert videos to MP4"] * any(suffix in _OTHER_VIDEOS for suffix in suffixes)
         ways += ["name archives and tables themselves"] * any(suffix in CONTAINERS for suffix in suffixes)
         ways += ["name a list of labels or captions itself"] * any(suffix in _LISTS for suffix in suffixes)
-        listed = ", ".join(f"{suffix} {counts[suffix]:,}" for suffix in suffixes)
+        listed = ", ".join(f"{suffix} {counts_by_reason[suffix]:,}" for suffix in suffixes)
         remarks.append(f"files of other types are left out, {listed}: {', '.join(ways)}, if they are samples")
     return "; ".join(remarks)
 

@@ -144,17 +144,17 @@ def read_captions_file(file: Path) -> dict[str, str]:
     return texts
 
 
-def _iterate_caption_rows(file: Path, where: str) -> Iterator[tuple[int, Any, Any]]:
+def _iterate_caption_rows(file: Path, display_name: str) -> Iterator[tuple[int, Any, Any]]:
     """Yields (line number, file name, caption) of each row of a captions file. A name or caption that is missing is
     None or "".
     """
     files = LocalFiles(str(file.parent))
     if file.suffix.lower() in (".csv", ".jsonl"):
-        table = open_table(files, file.name, where)
+        table = open_table(files, file.name, display_name)
         columns = [
             match_column_names(COLUMNS[kind], table.list_columns())[:1] or [kind] for kind in ("path", "caption")
         ]
         yield from ((number, *(row.get(name) for (name,) in columns)) for number, row in table.iterate_rows(()))
         return
-    for number, (name, *fields) in Tsv(files, file.name, where).iterate_records():
+    for number, (name, *fields) in Tsv(files, file.name, display_name).iterate_records():
         yield number, name, "\t".join(fields)

@@ -31,12 +31,12 @@ class Columns(NamedTuple):
         return ", ".join(f"{kind} in {name}" for name, kind in zip(names, self.kinds))
 
 
-def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
+def choose_columns(schema: pa.Schema, request: Request, display_name: str) -> Columns:
     """Returns which columns of a table hold the images (or clips), the labels and the captions. The captions are ()
     unless the request asks for them.
 
     schema: the table's Arrow schema.
-    where: names the table in messages.
+    display_name: names the table in messages.
     Raises ConfigError if no column or more than one may hold the images, if data.columns names a column that does not
     exist, if it names several columns for the image or for the label, or if the labels are neither whole numbers nor
     texts.
@@ -47,15 +47,15 @@ def choose_columns(schema: pa.Schema, request: Request, where: str) -> Columns:
             raise ConfigError(f"data.columns={{{key}: {', '.join(chosen[key])}}}: a sample has one {key}, so name one")
     if unknown := [f"{key}: {name}" for key, names in chosen.items() for name in names if name not in schema.names]:
         raise ConfigError(
-            f"{where} has no column {', '.join(unknown)} of data.columns; it has {', '.join(schema.names)}"
+            f"{display_name} has no column {', '.join(unknown)} of data.columns; it has {', '.join(schema.names)}"
         )
     images = find_image_columns(schema, request)
     if len(images) != 1:
         found = f"several columns of images ({', '.join(images)})" if images else "no column of images"
         raise ConfigError(
-            f"{where} has {found} among {', '.join(schema.names)}: name one, data.columns={{image: NAME}}"
+            f"{display_name} has {found} among {', '.join(schema.names)}: name one, data.columns={{image: NAME}}"
         )
-    label = _choose_label_column(schema, chosen, request, where)
+    label = _choose_label_column(schema, chosen, request, display_name)
     names = _read_hugging_face_features(schema).get(label, {}).get("names") if label else None
     classes = tuple(map(str, names)) if isinstance(names, list) else ()
     captions = tuple(chosen.get("caption", ()))
@@ -91,7 +91,7 @@ def find_image_columns(schema: pa.Schema, request: Request) -> list[str]:
 
 
 def _choose_label_column(
-    schema: pa.Schema, named_columns: dict[str, list[str]], request: Request, where: str
+    schema: pa.Schema, named_columns: dict[str, list[str]], request: Request, display_name: str
 ) -> str | None:
     """Returns the name of the column of labels.
 
@@ -114,7 +114,7 @@ def _choose_label_column(
     if "label" not in named_columns and pa.types.is_nested(schema.field(label).type):
         return None  # These are boxes, say, and not classes.
     raise ConfigError(
-        f"{where}: the column {label} holds {schema.field(label).type}, and labels are whole "
+        f"{display_name}: the column {label} holds {schema.field(label).type}, and labels are whole "
         "numbers or names: name another, data.columns={label: NAME}, or write data.labels=none"
     )
 

@@ -59,7 +59,7 @@ class Folders(Layout):
                 if self._by_name is None:
                     return self._choose_class_folders(root, request)
                 if not self._by_name:
-                    self._refuse_class_list()
+                    self._refuse_unused_class_list()
             else:
                 refuse_split_folders(root, request.key)
                 self.classes = self.class_list.classes if request.labels == "prefix" else ()
@@ -93,7 +93,7 @@ class Folders(Layout):
                 "class, or write data.labels=none for no classes"
             )
         if flat:
-            self._refuse_class_list()
+            self._refuse_unused_class_list()
             return [""]
         if len(full) < len(classes):
             empty = [name for name in classes if name not in full]
@@ -119,7 +119,7 @@ class Folders(Layout):
         if self._by_name:
             self.classes = self.class_list.classes or name_classes_by_number(self._by_name)
 
-    def _refuse_class_list(self) -> None:
+    def _refuse_unused_class_list(self) -> None:
         """Raises ConfigError if the recipe has a data.class_list. Called for data without class folders."""
         if self.request.class_list is not None:
             raise ConfigError(

@@ -116,16 +116,16 @@ class Tables(Layout):
 
         return bool(find_image_columns(self._open_table_file(name).schema, self.request))
 
-    def _make_split_path(self, split: str, names: list[str]) -> str:
-        """Returns the data.path that selects the files `names` of one split alone: a file, a folder, a pattern such as
-        FOLDER/test-*.parquet, or a list of files ROOT/{A,B}.
+    def _make_split_path(self, split: str, file_names: list[str]) -> str:
+        """Returns the data.path that selects the files `file_names` of one split alone: a file, a folder, a pattern
+        such as FOLDER/test-*.parquet, or a list of files ROOT/{A,B}.
         """
-        folder, _, common = os.path.commonprefix(names).rpartition("/")  # noqa: RUF071 (letters of names are meant)
+        folder, _, common = os.path.commonprefix(file_names).rpartition("/")  # noqa: RUF071 (letters are meant)
         start = f"{folder}/" if folder else ""
-        name = f"{common}*{self.suffix}" if len(names) > 1 and common else common
-        others = {other for files in self._files_by_split.values() for other in files} - set(names)
-        if any(other.startswith(start + common) for other in others) or (len(names) > 1 and not start + common):
-            folder, name = "", f"{{{','.join(names)}}}"
+        name = f"{common}*{self.suffix}" if len(file_names) > 1 and common else common
+        others = {other for files in self._files_by_split.values() for other in files} - set(file_names)
+        if any(other.startswith(start + common) for other in others) or (len(file_names) > 1 and not start + common):
+            folder, name = "", f"{{{','.join(file_names)}}}"
         return "/".join(filter(None, (self.root.rstrip("/"), folder, name)))
 
     def _open_table_file(self, name: str) -> Any:
@@ -260,17 +260,17 @@ class ArrowTables(Tables):
         names = {name for name, _ in self.files.list_names()}
         if "dataset_dict.json" in names:
             splits = [str(name) for name in self._read_json_list("dataset_dict.json", "splits")]
-            return self._normalize_split_names({name: self._list_state_json_files(f"{name}/") for name in splits}, "/")
-        return {"": self._list_state_json_files("")} if "state.json" in names else super()._files_by_split
+            return self._normalize_split_names({name: self._list_saved_arrow_files(f"{name}/") for name in splits}, "/")
+        return {"": self._list_saved_arrow_files("")} if "state.json" in names else super()._files_by_split
 
-    def _normalize_split_names(self, splits: dict[str, list[str]], separator: str) -> dict[str, list[str]]:
-        """Returns `splits`, the files by split, with standard names of the splits, such as "validation" for "val".
+    def _normalize_split_names(self, files_by_split: dict[str, list[str]], separator: str) -> dict[str, list[str]]:
+        """Returns the files by split with standard names of the splits, such as "validation" for "val".
 
         Raises ConfigError if two splits get the same name. separator: what stands before a split in data.path, "/" or
         ":", for the message.
         """
         named: dict[str, str] = {}
-        for name in splits:
+        for name in files_by_split:
             other = named.setdefault(SPLITS.get(name.lower(), name), name)
             if other != name:
                 key, root = self.request.key, self.root
@@ -278,15 +278,15 @@ class ArrowTables(Tables):
                     f"{key}={root}: the splits {other} and {name} are called alike, and one of them would be read: "
                     f"write {key}={root}{separator}{other}, or join them"
                 )
-        return {split: splits[name] for split, name in named.items()}
+        return {split: files_by_split[name] for split, name in named.items()}
 
-    def _make_split_path(self, split: str, names: list[str]) -> str:
-        folder = names[0].rpartition("/")[0]
+    def _make_split_path(self, split: str, file_names: list[str]) -> str:
+        folder = file_names[0].rpartition("/")[0]
         if ("state.json", False) in self.files.list_names(folder):
             return f"{self.root}/{folder}"
-        return super()._make_split_path(split, names)
+        return super()._make_split_path(split, file_names)
 
-    def _list_state_json_files(self, folder: str) -> list[str]:
+    def _list_saved_arrow_files(self, folder: str) -> list[str]:
         """Returns the Arrow files in a folder that Dataset.save_to_disk has written, as its state.json lists them."""
         files = self._read_json_list(f"{folder}state.json", "_data_files")
         return [f"{folder}{os.path.basename(str(file['filename']))}" for file in files]
@@ -379,7 +379,7 @@ class HubTables(ArrowTables):
         splits = {name: [os.path.relpath(path, root) for path in paths] for name, paths in self._by_split.items()}
         return self._normalize_split_names(splits, ":")
 
-    def _make_split_path(self, split: str, names: list[str]) -> str:
+    def _make_split_path(self, split: str, file_names: list[str]) -> str:
         return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
 
 
@@ -470,20 +470,20 @@ def _extract_encoded_image(cell: Any) -> bytes | None:
 
 
 @lru_cache(_MAPPED)
-def _open_arrow_file(files: Files, name: str, where: str) -> Any:
+def _open_arrow_file(files: Files, name: str, display_name: str) -> Any:
     from dstrain.data.files.arrow import ArrowFile
 
-    return ArrowFile(files.fetch_local_path(name), where)
+    return ArrowFile(files.fetch_local_path(name), display_name)
 
 
-def _open_parquet_file(files: Files, name: str, where: str) -> Any:
+def _open_parquet_file(files: Files, name: str, display_name: str) -> Any:
     from dstrain.data.files.arrow import ParquetFile
 
-    return ParquetFile(files, name, where)
+    return ParquetFile(files, name, display_name)
 
 
 @lru_cache(1)
-def _read_row_group_column(files: Files, name: str, where: str, row_group: int, column: str) -> Any:
+def _read_row_group_column(files: Files, name: str, display_name: str, row_group: int, column: str) -> Any:
     """Returns one column of a parquet row group as a ChunkedArray, and caches the last result. Raises ConfigError if
     the decoded column has more than 1 GiB.
     """
@@ -492,7 +492,7 @@ def _read_row_group_column(files: Files, name: str, where: str, row_group: int, 
     from dstrain.data.files.arrow import MAX_GROUP
 
     batches, size = [], 0
-    for batch in _open_parquet_file(files, name, where).iterate_batches(row_group, [column]):
+    for batch in _open_parquet_file(files, name, display_name).iterate_batches(row_group, [column]):
         batches.append(batch.column(0))
         size += batch.nbytes
         if size > MAX_GROUP:

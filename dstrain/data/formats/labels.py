@@ -97,16 +97,16 @@ class ClassList:
         number = None if text is None or text in self.places or not self.classes else parse_whole_number(text)
         return None if text is None else self.find_class_index(text if number is None else number, location)
 
-    def parse_label_from_name(self, name: str, location: str) -> int | str:
+    def parse_label_from_name(self, file_name: str, location: str) -> int | str:
         """Returns the label of the class with which a file name begins, up to the first `_`, such as cat for cat_1.png
         (as ADM names files). The label is the class's index in the list, or the class's name if the list is empty.
 
         Raises ConfigError if the name does not begin with a class and `_`, or if the list does not have the class.
         """
-        prefix, underscore, _ = name.rpartition("/")[2].partition("_")
+        prefix, underscore, _ = file_name.rpartition("/")[2].partition("_")
         if not prefix or not underscore:
             raise ConfigError(
-                f"{location}: {name} does not begin with its class, as cat_1.png does, and data.labels=prefix "
+                f"{location}: {file_name} does not begin with its class, as cat_1.png does, and data.labels=prefix "
                 "asks for that: rename it, or take it away"
             )
         return self.find_class_index(prefix, location)

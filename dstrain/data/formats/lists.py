@@ -304,7 +304,7 @@ class PathList(TableList):
         super().__init__(root, files, request)
         self.from_one = False
         if not self.classes and request.labels == "auto":
-            self.names = self._read_class_index()
+            self.names = self._read_class_index_file()
             self.classes, self.from_one = self.names.classes, bool(self.names.classes)
 
     @classmethod
@@ -314,7 +314,7 @@ class PathList(TableList):
         match = _LINE.fullmatch(next(read_lines(files, os.path.basename(root), f"{request.key}={root}"), ""))
         return match is not None and match[1].lower().endswith((*request.suffixes, ".avi", ".mp4"))
 
-    def _read_class_index(self) -> ClassList:
+    def _read_class_index_file(self) -> ClassList:
         """Returns the classes of classInd.txt, which numbers them from 1; an empty list if there is no such file.
 
         Raises ConfigError if its lines are not 1 CLASS, 2 CLASS, and so on.

@@ -130,14 +130,14 @@ class ShardWriter:
         self._file.write((_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8))
 
 
-def iterate_packed_samples(files: Files, name: str) -> Iterator[Packed]:
+def iterate_packed_samples(files: Files, shard_name: str) -> Iterator[Packed]:
     """Yields the place, name, label and captions of each sample of a shard, without reading the images or clips
     themselves.
 
     Raises ConfigError if the shard is damaged.
     """
     try:
-        columns = _read_shard_columns(files, name)
+        columns = _read_shard_columns(files, shard_name)
         ends = columns["ends"].tolist()
         names, labels, captions = columns["names"].tobytes(), columns.get("label"), columns.get("captions_ends")
         texts = columns["captions"].tobytes() if captions is not None else b""
@@ -154,7 +154,7 @@ def iterate_packed_samples(files: Files, name: str) -> Iterator[Packed]:
                 tuple(_decode_caption(texts, columns["caption_ends"], place) for place in own),
             )
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(f"{name} is no shard of `dstrain pack`, or is damaged ({error})") from None
+        raise ConfigError(f"{shard_name} is no shard of `dstrain pack`, or is damaged ({error})") from None
 
 
 def _decode_caption(texts: bytes, ends: np.ndarray, caption_number: int) -> str:
@@ -166,13 +166,13 @@ def _decode_caption(texts: bytes, ends: np.ndarray, caption_number: int) -> str:
     return texts[int(ends[caption_number - 1]) if caption_number else 0 : int(ends[caption_number])].decode("utf-8")
 
 
-def _read_shard_columns(files: Files, name: str) -> dict[str, Any]:
+def _read_shard_columns(files: Files, shard_name: str) -> dict[str, Any]:
     """Returns the columns of a shard by name, as arrays. The entry "bytes" is no array, but a number: the total bytes
     of all samples.
 
     Raises ValueError if the header gives a column an impossible place, or more than 2 GiB.
     """
-    header = small.parse_json(files.read_span(name, 8, _HEADER - 8))
+    header = small.parse_json(files.read_span(shard_name, 8, _HEADER - 8))
     columns: dict[str, Any] = {"bytes": header["bytes"]["data_offsets"][1]}
     for column in _COLUMNS:
         if column in header:
@@ -180,7 +180,8 @@ def _read_shard_columns(files: Files, name: str) -> dict[str, Any]:
             if not 0 <= begin <= end or end - begin > _MAX_COLUMN_BYTES:
                 raise ValueError(f"a column {column} from {begin} to {end}")
             columns[column] = np.frombuffer(
-                files.read_span(name, _HEADER + begin, end - begin), np.int64 if _TYPES[column] == "I64" else np.uint8
+                files.read_span(shard_name, _HEADER + begin, end - begin),
+                np.int64 if _TYPES[column] == "I64" else np.uint8,
             )
     return columns
 

@@ -12,7 +12,7 @@ _SUFFIXES = (".parquet", ".arrow", ".tar")
 _SHARD = re.compile(r"(.*?)(\d+)-of-(\d+)(\D.*)")
 
 
-def find_missing_shards(names: Iterable[str]) -> dict[str, tuple[int, int]]:
+def find_incomplete_shard_sets(names: Iterable[str]) -> dict[str, tuple[int, int]]:
     """Returns the sets of shards that are incomplete, as {pattern: (shards that are there, shards there should be)},
     such as {"x-*-of-00005.tar": (3, 5)}. Ignores names without -of-.
     """
@@ -46,7 +46,7 @@ def refuse_or_record_missing_shards(layout: Layout, names: Iterable[str]) -> Non
     names: the files that are read.
     """
     names = list(names)
-    root, gaps = layout.root, find_missing_shards(names)
+    root, gaps = layout.root, find_incomplete_shard_sets(names)
     is_folder = os.path.isdir(root) or (layout.files.far and not root.lower().endswith(_SUFFIXES))
     if is_folder and (two := _find_conflicting_shard_sets(names)):
         raise ConfigError(

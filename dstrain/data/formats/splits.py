@@ -88,10 +88,10 @@ def find_split_folders(folders: Iterable[str]) -> list[str]:
     return sorted(name for names in several for name in names)
 
 
-def refuse_split_folders_in_archive(member_paths: Iterable[str], where: str) -> None:
+def refuse_split_folders_in_archive(member_paths: Iterable[str], display_name: str) -> None:
     """Raises ConfigError if an archive has splits of the data as folders side by side, such as a/train/ and a/test/.
 
-    member_paths: the paths of the archive's members. where: names the archive in the message.
+    member_paths: the paths of the archive's members. display_name: names the archive in the message.
     """
     inner: dict[str, set[str]] = defaultdict(set)
     for folder in {name.rpartition("/")[0] for name in member_paths}:
@@ -103,8 +103,8 @@ def refuse_split_folders_in_archive(member_paths: Iterable[str], where: str) -> 
         if splits := find_split_folders(inner[above]):
             place = f", in the folder {above}," if above else ""
             raise ConfigError(
-                f"{where}: {join_first(splits)}{place} are splits, not classes: pack each by itself, and name the "
-                "unseen one in data.held_out_path"
+                f"{display_name}: {join_first(splits)}{place} are splits, not classes: pack each by itself, and name "
+                "the unseen one in data.held_out_path"
             )
 
 

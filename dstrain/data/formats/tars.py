@@ -185,7 +185,7 @@ class Tars(Layout):
                         continue
                     sample = members.setdefault(f"{folder}/{stem}" if folder else stem, {})
                     if f".{suffix}" in suffixes:
-                        self._add_sample_place(sample, f".{suffix}", member)
+                        self._add_media_member(sample, f".{suffix}", member)
                     elif suffix in _TEXTS:
                         self._add_text_member(sample, suffix, file, member)
                     elif f".{suffix.rpartition('.')[2]}" in suffixes:
@@ -203,7 +203,7 @@ class Tars(Layout):
         self.record_unread_files(others)
         return members
 
-    def _add_sample_place(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
+    def _add_media_member(self, sample: dict[str, Any], suffix: str, member: tarfile.TarInfo) -> None:
         """Stores the (offset, size) in bytes of an image or a clip in `sample`, the entries of its key. Keeps one place
         for a key.
 
