@@ -26,7 +26,7 @@ from dstrain.engine.engines import Engines
 from dstrain.engine.recovery import Divergence
 from dstrain.engine.settings import list_remarks, read_precision
 from dstrain.engine.start import start_group
-from dstrain.metrics.in_training import Quality, build_and_prepare_quality
+from dstrain.metrics.in_training import Quality, build_and_prepare_training_metrics
 from dstrain.nn.sequence import share_tokens_among_ranks
 from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
@@ -339,7 +339,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         flip=run.data.flip,
         steps=run.steps + course.shift,
     )
-    quality = build_and_prepare_quality(run, system, source, held_out_source)
+    quality = build_and_prepare_training_metrics(run, system, source, held_out_source)
     tracker = Tracker(
         folder,
         run.track,

@@ -44,8 +44,8 @@ from dstrain.data.source import (
     Source,
     collate_items,
     describe_truncated_captions,
-    read_items,
-    stack_texts,
+    pad_and_stack_texts,
+    read_items_or_substitutes,
 )
 from dstrain.disk import atomic
 from dstrain.disk.owner import parse_final_name
@@ -270,7 +270,7 @@ def _make_shards(
                 # The other ranks are assumed to be as far.
                 bar.update(min(len(items) * min(group.world(), len(missing)), bar.total - bar.n))
             bad_files |= dict(bad)
-            records[number] = _write_shard(options.out, number, encoding, shards.join_arrays(parts), sorted(bad))
+            records[number] = _write_shard(options.out, number, encoding, shards.join_batch_arrays(parts), sorted(bad))
     return records
 
 
@@ -299,7 +299,9 @@ def _read_samples(
             sample["image"] = torch.stack([crop["image"] for crop in items])
         if several:
             texts = source.read_captions(row)[:several]
-            sample["caption"] = stack_texts([pack_caption(text) for text in (*texts, *[""] * (several - len(texts)))])
+            sample["caption"] = pad_and_stack_texts(
+                [pack_caption(text) for text in (*texts, *[""] * (several - len(texts)))]
+            )
             sample["captions"] = torch.tensor(len(texts))
         if encoding.get("captions") and ("caption" not in sample or (encoding["text"] and not sample["caption"].any())):
             raise ConfigError(f"{source.name_sample(row)} has no caption, and captions are encoded: write one")
@@ -315,11 +317,11 @@ def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[l
     on `index` alone. Returns the items, and (name, reason) of each unreadable sample that was replaced by a later one.
     """
     if "crops" not in encoding:
-        return read_items(source, [index])
+        return read_items_or_substitutes(source, [index])
     keys = rng.keys_of_seeds(index * encoding["crops"] + torch.arange(encoding["crops"]))
     chances = rng.uniform(keys, "crop", (source.chance_count,)).tolist()
-    first, bad = read_items(source, [index], chances[:1])
-    rest, _ = read_items(source, [index] * (len(chances) - 1), chances[1:])
+    first, bad = read_items_or_substitutes(source, [index], chances[:1])
+    rest, _ = read_items_or_substitutes(source, [index] * (len(chances) - 1), chances[1:])
     return first + rest, bad
 
 
@@ -333,7 +335,7 @@ def _write_shard(
     facts = {
         "encoding": shards.hash_encoding(encoding),
         "number": number,
-        "sums": shards.summarize_codes(codes),
+        "sums": shards.sum_codes_for_statistics(codes),
         "bad": bad,
     }
     if "caption" in arrays:
@@ -342,7 +344,7 @@ def _write_shard(
     with explain_write_errors(path, SAME_COMMAND):
         data = shards.pack_shard(arrays, facts)
         atomic.write_file(path, data)
-    return shards.make_shard_record(path, shards.parse_shard_metadata(data))
+    return shards.make_shard_record(path, shards.verify_and_parse_metadata(data))
 
 
 def _require_few_unreadable_files(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:

@@ -31,7 +31,7 @@ from dstrain.data.sources.images import Images, fetch_encoded_file, open_images
 from dstrain.data.views import Spread
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.precision import choose_dtype, require_precision, use_precision
+from dstrain.encoders.precision import choose_weight_dtype, require_supported_precision, use_precision
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
 from dstrain.sampling.draw import Means, require_valid_evaluation_terms
@@ -63,7 +63,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     Returns the path of the JSON file, and its content. Raises ConfigError, with the remedy, if something cannot be
     measured.
     """
-    require_precision(options.precision)
+    require_supported_precision(options.precision)
     begun = time.perf_counter()
     run = trained.read_recipe(options.run_folder)
     system = systems.build(run.system, run.model)
@@ -87,7 +87,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "image_size": run.data.image_size,
         "channels": run.data.channels,
     }
-    networks = trained.load_networks(system, checkpoint, kinds, choose_dtype(options.precision))
+    networks = trained.load_networks(system, checkpoint, kinds, choose_weight_dtype(options.precision))
     with use_precision(options.precision):
         means = measure_system_on_source(
             system,

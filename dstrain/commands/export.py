@@ -25,7 +25,7 @@ from torch import nn
 from dstrain import recipe, systems
 from dstrain.commands.options.export import ADAPTER_FORMATS, ExportOptions
 from dstrain.data.batches import iterate_held_out
-from dstrain.data.cached.shards import INDEX, compute_statistics, read_index, summarize_codes
+from dstrain.data.cached.shards import INDEX, compute_latent_statistics, read_index, sum_codes_for_statistics
 from dstrain.data.formats.imagenet import read_class_titles
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
@@ -320,9 +320,9 @@ def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.M
     for example in _iterate_encoded_samples(num, run, system):
         codes = system.codes(nets, example)
         moments = torch.stack((codes["latent_mean"], codes["latent_std"]), dim=1)[:, None].cpu().numpy()
-        shards.append(summarize_codes(moments[example["valid"].cpu().numpy()]))
+        shards.append(sum_codes_for_statistics(moments[example["valid"].cpu().numpy()]))
         count += int(example["valid"].sum()) * moments[0, 0, 0, 0].size
-    return compute_statistics(shards, count)
+    return compute_latent_statistics(shards, count)
 
 
 def _iterate_encoded_samples(num: int, run: Run, system: System) -> Iterator[Example]:

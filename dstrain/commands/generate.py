@@ -22,7 +22,7 @@ from dstrain.data.cached.rows import read_embeddings
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, get_phases
-from dstrain.encoders.precision import choose_dtype, require_precision, use_precision
+from dstrain.encoders.precision import choose_weight_dtype, require_supported_precision, use_precision
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
@@ -63,7 +63,7 @@ def generate_samples(options: GenerateOptions) -> Path:
     """Draws and writes the samples, on all ranks together; returns their folder. Raises ConfigError if the runs cannot
     draw what the options ask for.
     """
-    require_precision(options.precision)
+    require_supported_precision(options.precision)
     if options.out is not None:
         require_outside_run_folders(options.out)
     first, *then = (_open_run(options.folder, options), *map(_open_run, options.then))
@@ -71,7 +71,7 @@ def generate_samples(options: GenerateOptions) -> Path:
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     clip = _choose_clip_length(options, run, system)
     images = _read_inputs_of_first_run(options, first, then, clip)
-    dtype = choose_dtype(options.precision)
+    dtype = choose_weight_dtype(options.precision)
     guide = options.guide and load_guide(options.guide, system, _choose_guidance_scale(options, run), dtype)
     runs = [
         _load_run(*first, dtype, options.step, options.ema, options.raw),

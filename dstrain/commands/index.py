@@ -19,7 +19,12 @@ from dstrain.data.index.verified import Verified
 from dstrain.data.open import open_layout_and_index
 from dstrain.data.source import BadSample
 from dstrain.data.sources.images import Images
-from dstrain.data.sources.sizes import count_frames_of_clips, count_sample_frames, measure_image_sizes, read_image_size
+from dstrain.data.sources.sizes import (
+    count_sample_frames,
+    measure_clip_frame_counts,
+    measure_image_sizes,
+    read_image_size,
+)
 from dstrain.data.sources.videos import Videos
 from dstrain.recipe import Data
 
@@ -75,7 +80,7 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
         result |= _count_sizes(sizes)
         broken = _iterate_unmeasurable_samples(layout, index, sizes, read_image_size)
     elif data.buckets:
-        frames = count_frames_of_clips(layout, index)
+        frames = measure_clip_frame_counts(layout, index)
         result["frames"] = _count_durations(frames, data)
         broken = _iterate_unmeasurable_samples(layout, index, frames, count_sample_frames)
     if check:

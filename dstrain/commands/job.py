@@ -105,14 +105,14 @@ def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[
     """Completes the data and model sections of a Run, and checks them and the overrides. Returns the completed Run, and
     a list of problems.
     """
-    from dstrain.data.open import fill_in_codes, find_contents, require_contents
+    from dstrain.data.open import fill_in_codes_entry, find_content_kind, require_learnable_contents
 
     problems: list[str] = []
     with _collect_problems(problems):
         schema = systems.find_config_class(run.system)
         given = run.data.model_dump(include={"codes", "captioned"})
-        run = run.model_copy(update={"data": fill_in_codes(_take_upright_of_resumed_run(run))})
-        require_contents(run.data, run.system, schema.learns_from, systems.list_systems_learning_from)
+        run = run.model_copy(update={"data": fill_in_codes_entry(_take_upright_of_resumed_run(run))})
+        require_learnable_contents(run.data, run.system, schema.learns_from, systems.list_systems_learning_from)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(
                 f"data.buckets: {run.system} takes clips of one length: leave it out, or choose "
@@ -120,7 +120,7 @@ def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[
             )
         run = recipe.complete_model_section(run, schema, overrides)
         config = systems.build_config(run.system, run.model)
-        captioned = config.reads_texts and find_contents(run.data) == "images"
+        captioned = config.reads_texts and find_content_kind(run.data) == "images"
         run = run.model_copy(update={"data": run.data.model_copy(update={"captioned": captioned})})
         problems += recipe.describe_replaced_entries("data", given, run.data.model_dump(include={*given}), overrides)
         fields = {"size_conditions": "size_conditions", "embeddings": "embedding_dim"}
@@ -206,15 +206,15 @@ def _check_data_and_list_remarks(
     """
     from dstrain.commands.probe import probe_system, require_possible_size
     from dstrain.data.formats.labels import require_classes_fit_model
-    from dstrain.data.open import describe_data, find_contents, open_sources
+    from dstrain.data.open import describe_data, find_content_kind, open_sources
     from dstrain.data.source import describe_truncated_captions
-    from dstrain.metrics.in_training import build_quality
+    from dstrain.metrics.in_training import build_training_metrics
     from dstrain.planning.states import describe_memory_of_states
 
     source, held_out = open_sources(run.data, verify=True, run=run.directory)
     if run.save.best is True and held_out is None:
         remedy = (
-            "splits=[0.8,0.1,0.1]" if find_contents(run.data) == "pairs" else "held_out=0.02, or data.held_out_path"
+            "splits=[0.8,0.1,0.1]" if find_content_kind(run.data) == "pairs" else "held_out=0.02, or data.held_out_path"
         )
         raise ConfigError(f"save.best=true needs held-out data, and {run.data.path} has none: set data.{remedy}")
     system = systems.build(run.system, run.model)
@@ -237,7 +237,7 @@ def _check_data_and_list_remarks(
         same_data=not (run.data.mixture or run.data.held_out_path),
     )
     require_possible_size(run.system, system)
-    build_quality(run, system, source, held_out)  # raises ConfigError if its metrics cannot be measured
+    build_training_metrics(run, system, source, held_out)  # raises ConfigError if its metrics cannot be measured
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_and_describe_initial_weights(
         run, system, options
     )
@@ -245,7 +245,11 @@ def _check_data_and_list_remarks(
     if held_out is not None and run.every.evaluate and run.every.evaluate_samples > len(held_out):
         taken = f"{len(held_out):,} are held out, and all of them are taken"
         remarks.append(f"every.evaluate_samples={run.every.evaluate_samples}: {taken}")
-    if system.takes_texts and source.captioned and not {"text_encodings", "text_embed"} & set(source.read_first()):
+    if (
+        system.takes_texts
+        and source.captioned
+        and not {"text_encodings", "text_embed"} & set(source.read_first_readable())
+    ):
         remarks += describe_truncated_captions(source, system)
     problems: list[str] = []
     with _collect_problems(problems):

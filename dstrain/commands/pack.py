@@ -35,7 +35,7 @@ from dstrain.data.formats.packed import FORMAT, INDEX, PACKING, ShardWriter, has
 from dstrain.data.index.build import run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
-from dstrain.data.open import BuiltinData, find_contents, open_layout_and_index
+from dstrain.data.open import BuiltinData, find_content_kind, open_layout_and_index
 from dstrain.data.source import BadSample, Item, convert_errors_to_bad_sample
 from dstrain.data.sources.captioned import hash_captions_beside
 from dstrain.disk import atomic, sealed, small
@@ -77,7 +77,7 @@ class _Packable(Indexed):
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
         """Returns a hash of the captions of the rows `numbers`."""
         return (
-            hash_captions_beside(self.path, self._iterate_files(numbers))
+            hash_captions_beside(self.path, self._iterate_file_names(numbers))
             if self.captions_beside
             else super()._hash_texts(numbers)
         )
@@ -85,9 +85,9 @@ class _Packable(Indexed):
     def __getitem__(self, index: int) -> Item:
         raise NotImplementedError("files are copied, and not decoded")
 
-    def _summarize(self) -> str:
+    def _compute_fingerprint_prefix(self) -> str:
         """Returns a line with the number of samples and a hash of their names, for the fingerprint."""
-        return f"{self.layout.request.noun} n={len(self)} names={self._hash_names()}"
+        return f"{self.layout.request.noun} n={len(self)} names={self._hash_names_and_labels()}"
 
 
 Sampled = tuple[str, bytes, int | None, tuple[str, ...]]  # name, encoded bytes, label, captions
@@ -147,7 +147,7 @@ def _open_index(options: PackOptions, data: Data) -> tuple[Layout, Index]:
         raise ConfigError(
             f"--out {options.out} lies in {data.path}, where the shards would count as data: name a folder beside it"
         )
-    clips = not options.images and find_contents(data) == "clips"
+    clips = not options.images and find_content_kind(data) == "clips"
     return open_layout_and_index(data.model_copy(update={"num_frames": 1 if clips else None}), options.captions)
 
 

@@ -29,12 +29,12 @@ class Names:
         return len(self._sorted) + len(self._recent)
 
     def __contains__(self, name: str) -> bool:
-        return self._is_known(_hash_name(name))
+        return self._contains_hash(_hash_name(name))
 
-    def add_name(self, name: str) -> bool:
+    def add_name_if_new(self, name: str) -> bool:
         """Adds a name. Returns True if it is new, False if it was in the set."""
         value = _hash_name(name)
-        if self._is_known(value):
+        if self._contains_hash(value):
             return False
         self._recent.add(value)
         if len(self._recent) > _RECENT + len(self._sorted) // 8:  # so each name is sorted a few times at most
@@ -42,10 +42,10 @@ class Names:
             self._sorted, self._recent = np.sort(np.concatenate((self._sorted, recent))), set()
         return True
 
-    def _is_known(self, value: int) -> bool:
-        """Returns whether the hash `value` of a name is in the set."""
-        place = int(np.searchsorted(self._sorted, np.uint64(value)))
-        return value in self._recent or (place < len(self._sorted) and int(self._sorted[place]) == value)
+    def _contains_hash(self, name_hash: int) -> bool:
+        """Returns whether the hash of a name is in the set."""
+        place = int(np.searchsorted(self._sorted, np.uint64(name_hash)))
+        return name_hash in self._recent or (place < len(self._sorted) and int(self._sorted[place]) == name_hash)
 
 
 class BadFiles:
@@ -68,20 +68,20 @@ class BadFiles:
             raise ConfigError(f"{self.path} is no regular file: remove it")
         self._read = 0  # bytes of the list that this process knows
 
-    def add_samples(self, bad: Bad) -> None:
+    def add_unreadable_samples(self, samples: Bad) -> None:
         """Adds each (name, reason) whose name is not in the list yet, also to bad_files.txt. If there is no folder, or
         if the file cannot be written, warns instead of writing.
 
         Raises ConfigError if a name is new to this process and the list now has more than `limit` names.
         """
-        lines = [(make_printable(name), make_printable(reason)) for name, reason in bad]
+        lines = [(make_printable(name), make_printable(reason)) for name, reason in samples]
         lines = [(name, reason) for name, reason in lines if name not in self.names]
         if not lines:
             return
-        self._read_new_lines()
+        self._add_newly_listed_names()
         for name, reason in lines:
-            if self.names.add_name(name):
-                self._append_or_warn(f"{name}\t{reason}\n")
+            if self.names.add_name_if_new(name):
+                self._append_line_or_warn(f"{name}\t{reason}\n")
         if len(self.names) > self.limit:
             raise ConfigError(
                 f"{len(self.names)} of {self.size} samples cannot be read (the last: {lines[-1][0]}: {lines[-1][1]}), "
@@ -90,7 +90,7 @@ class BadFiles:
                 "raise data.max_bad_fraction"
             )
 
-    def _read_new_lines(self) -> None:
+    def _add_newly_listed_names(self) -> None:
         """Adds to `names` what any rank has appended to bad_files.txt since the last call. Reads from the start if the
         file has become shorter. Leaves an unfinished last line for the next call.
         """
@@ -100,12 +100,12 @@ class BadFiles:
             if file.seek(0, 2) < self._read:  # it was deleted meanwhile, and begun anew
                 self._read = 0
             file.seek(self._read)
-            for whole in _read_blocks(file):
+            for whole in _iterate_blocks_of_lines(file):
                 self._read += len(whole)
                 for name in _parse_listed_names(whole):
-                    self.names.add_name(name)
+                    self.names.add_name_if_new(name)
 
-    def _append_or_warn(self, line: str) -> None:
+    def _append_line_or_warn(self, line: str) -> None:
         """Appends a line to bad_files.txt. Shows it as a warning instead if there is no folder, or if the file cannot
         be written.
         """
@@ -119,22 +119,22 @@ class BadFiles:
             warnings.warn(f"{self.path} cannot be written ({error.strerror}); unreadable: {line.strip()}", stacklevel=2)
 
 
-def count_listed_files(folder: Path) -> int:
+def count_listed_bad_files(folder: Path) -> int:
     """Returns how many different files are listed in bad_files.txt in the folder of a run; 0 if that file is missing or
     cannot be read.
     """
     path, names = folder / "bad_files.txt", Names()
     try:
         with open(path, "rb") if path.is_file() else nullcontext(io.BytesIO()) as file:
-            for whole in _read_blocks(file):
+            for whole in _iterate_blocks_of_lines(file):
                 for name in _parse_listed_names(whole):
-                    names.add_name(name)
+                    names.add_name_if_new(name)
     except OSError:
         return 0
     return len(names)
 
 
-def _read_blocks(file: BinaryIO) -> Iterator[bytes]:
+def _iterate_blocks_of_lines(file: BinaryIO) -> Iterator[bytes]:
     """Yields a file's bytes from its present position on, in blocks that end with a line break. Leaves out an
     unfinished last line.
     """

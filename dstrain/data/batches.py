@@ -1,7 +1,7 @@
 """Computes which samples each rank reads at each step, and yields its batches.
 
     stream position     p = step * global_batch + position,       0 <= position < global_batch
-    sample index        order.index_at(p), where order = source.make_order(global_batch, seed)
+    sample index        order.find_sample_index(p), where order = source.make_sample_order(global_batch, seed)
     key                 rng.keys(seed, step, position): all randomness of the sample
     layout              position = (micro * world + rank) * micro_batch + i
 
@@ -79,7 +79,7 @@ class Batches(AbstractContextManager):
         self.wait_seconds = 0.0  # host time spent waiting for samples
         self.problem: ConfigError | NotRead | None = None  # why there are no samples for the next step
         self.num_workers = _choose_worker_count(num_workers, source)
-        self._stream = _Stream(source, source.make_order(global_batch, seed), global_batch, seed, flip)
+        self._stream = _Stream(source, source.make_sample_order(global_batch, seed), global_batch, seed, flip)
         self._layout = (global_batch, micro_batch, rank, world)
         self._steps = steps
         self._bad = BadFiles(folder, len(source), max_bad_fraction)
@@ -156,7 +156,7 @@ class Batches(AbstractContextManager):
             }
         loader = DataLoader(
             self._stream,
-            sampler=_iterate_positions(step, self._steps, *self._layout),
+            sampler=_iterate_micro_batch_positions(step, self._steps, *self._layout),
             batch_size=None,
             pin_memory=self.device.type == "cuda",
             **options,
@@ -166,23 +166,23 @@ class Batches(AbstractContextManager):
                 reader = iter(loader)
             except (OSError, RuntimeError) as error:
                 self._failed = error  # Its frames hold the half-made reader, whose destructor would fail.
-                raise workers.explain_worker_error(error, self.num_workers) from None
+                raise workers.translate_worker_error(error, self.num_workers) from None
         # The workers must end at exit before torch and multiprocessing wait for them, since they ignore SIGTERM. atexit
         # runs backwards, so this hook comes first; weakref's own hook may stand anywhere in that order.
-        self._release = weakref.finalize(self, workers.end_workers, reader)
+        self._release = weakref.finalize(self, workers.end_loader_workers, reader)
         self._release.atexit = False
         atexit.register(self._release)
-        host = self._read_step_ahead(reader, semaphores)
+        host = self._iterate_prefetched_batches(reader, semaphores)
         self._batches = _copy_batches_ahead(host, self.device) if self.device.type == "cuda" else host
 
-    def _read_step_ahead(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
+    def _iterate_prefetched_batches(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
         """Yields the batches of `reader`, in host memory, and fetches ahead. Before it yields a batch, it has fetched
         the next `accumulation` batches (one step), or fewer if that takes more than 1 GiB, but at least one.
 
         Ends after the last batch, or before the first one that cannot be read; then `problem` holds the error.
         """
         ahead: deque[Batch] = deque()
-        fetched, batch, size = self._fetch_batches(reader, semaphores), {}, 0  # size: bytes of a batch
+        fetched, batch, size = self._iterate_batches_until_error(reader, semaphores), {}, 0  # size: bytes of a batch
         while True:
             while batch is not None and len(ahead) <= (self.accumulation if len(ahead) * size < _AHEAD else 1):
                 if (batch := next(fetched, None)) is not None:
@@ -192,7 +192,7 @@ class Batches(AbstractContextManager):
                 return
             yield ahead.popleft()
 
-    def _fetch_batches(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
+    def _iterate_batches_until_error(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
         """Yields the batches of `reader`. Takes the list of unreadable files out of each batch, and adds it to the
         run's list. Adds the time spent waiting to `wait_seconds`.
 
@@ -204,7 +204,7 @@ class Batches(AbstractContextManager):
             try:
                 batch = next(reader, None)
                 if batch is not None:
-                    self._bad.add_samples(batch.pop(_BAD))
+                    self._bad.add_unreadable_samples(batch.pop(_BAD))
                 if batch is not None and self.num_workers and self.device.type == "cpu":
                     batch = {name: tensor.clone() for name, tensor in batch.items()}  # a worker's holds a descriptor
             except (ConfigError, NotRead) as error:  # a worker's comes wrapped in the worker's traceback
@@ -212,7 +212,7 @@ class Batches(AbstractContextManager):
                 self.problem = kind(text.splitlines()[-1].rpartition(f"{kind.__name__}: ")[2])
                 return
             except RuntimeError as error:
-                self.problem = workers.explain_worker_error(error, self.num_workers)
+                self.problem = workers.translate_worker_error(error, self.num_workers)
                 return
             if count == self.num_workers:  # workers deliver in turn, so all of them run by now
                 workers.unlink_semaphores(semaphores)
@@ -224,7 +224,7 @@ class Batches(AbstractContextManager):
 
 def iterate_held_out(
     source: Source,
-    batch: int,
+    batch_size: int,
     rank: int = 0,
     world: int = 1,
     device: torch.device | str = "cpu",
@@ -239,37 +239,37 @@ def iterate_held_out(
     "position": the sample's index
     "valid": False for a repeated sample, which fills up the last batch of a shape
 
-    batch: the number of samples in a batch
+    batch_size: the number of samples in a batch
     limit: takes only the first `limit` samples; None: all
 
-    Warns of samples that could not be read and were replaced. Raises ConfigError if `batch` is below 1, or if `rank` is
-    not in 0 .. world - 1.
+    Warns of samples that could not be read and were replaced. Raises ConfigError if `batch_size` is below 1, or if
+    `rank` is not in 0 .. world - 1.
     """
-    if batch < 1 or not 0 <= rank < world:
-        raise ConfigError(f"held-out batches of {batch} for rank {rank} of {world}: a batch has at least 1 sample")
+    if batch_size < 1 or not 0 <= rank < world:
+        raise ConfigError(f"held-out batches of {batch_size} for rank {rank} of {world}: a batch has at least 1 sample")
     count = len(source) if limit is None else min(limit, len(source))
-    for start, end in _iterate_rounds(source, count, batch * world):
-        position = start + rank * batch + torch.arange(batch)
+    for start, end in _iterate_rounds_of_one_shape(source, count, batch_size * world):
+        position = start + rank * batch_size + torch.arange(batch_size)
         valid = position < end
         position = position.clamp(max=end - 1)
         distinct = max(int(valid.sum()), 1)
         samples, bad = source.read_batch(position[:distinct])
         if bad:
             warnings.warn(f"held-out samples replaced, since they cannot be read: {bad[:5]}", stacklevel=2)
-        filled = torch.arange(batch).clamp(max=distinct - 1)
+        filled = torch.arange(batch_size).clamp(max=distinct - 1)
         full = {name: tensor[filled] for name, tensor in samples.items()}
         full |= {"key": rng.keys(seed, _HELD_OUT_STEP, position), "position": position, "valid": valid}
         yield copy_batch_to_device(full, device)
 
 
-def _iterate_rounds(source: Source, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Divides the first `count` samples into rounds of at most `size` samples of one shape. Yields for each round
+def _iterate_rounds_of_one_shape(source: Source, num_samples: int, round_size: int) -> Iterator[tuple[int, int]]:
+    """Divides the first `num_samples` into rounds of at most `round_size` samples of one shape. Yields for each round
     (index of its first sample, index after the last sample of its shape).
     """
     first = 0
-    for end in source.ends:
-        end = min(end, count)
-        for start in range(first, end, size):
+    for end in source.shape_ends:
+        end = min(end, num_samples)
+        for start in range(first, end, round_size):
             yield start, end
         first = end
 
@@ -293,16 +293,16 @@ class _Stream:
 
     def __getitem__(self, stream: range) -> dict:
         if self.source.prefetches:  # what the next step takes: the disk reads it during this one
-            index, mirrored, key, *_ = self._find_samples(
+            index, mirrored, key, *_ = self._find_indices_and_keys(
                 range(stream.start + self.global_batch, stream.stop + self.global_batch)
             )
-            self.source.prefetch(index, mirrored, self._draw_chance(key))
-        index, mirrored, key, positions, step = self._find_samples(stream)
-        batch, bad = self.source.read_batch(index, mirrored, self._draw_chance(key))
+            self.source.prefetch(index, mirrored, self._draw_random_numbers(key))
+        index, mirrored, key, positions, step = self._find_indices_and_keys(stream)
+        batch, bad = self.source.read_batch(index, mirrored, self._draw_random_numbers(key))
         steps = torch.full_like(positions, step)
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
 
-    def _draw_chance(self, key: Tensor) -> Tensor | None:
+    def _draw_random_numbers(self, key: Tensor) -> Tensor | None:
         """Returns the random numbers in [0, 1) by which the source chooses, for example, a crop of each sample: (b,),
         or (b, n) if it needs n numbers for a sample. Returns None if it needs none.
 
@@ -311,7 +311,7 @@ class _Stream:
         name, count = self.source.chance_name, self.source.chance_count
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
-    def _find_samples(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
+    def _find_indices_and_keys(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
         """Finds the samples of a micro-batch, given as a range of positions in the endless stream of samples. Returns:
 
         indices of the samples, int64 (b,)
@@ -322,14 +322,14 @@ class _Stream:
         """
         step = stream.start // self.global_batch
         positions = torch.arange(stream.start, stream.stop)  # (b,)
-        index = self.order.index_at(positions)
+        index = self.order.find_sample_index(positions)
         positions -= step * self.global_batch
         key = rng.keys(self.seed, step, positions)
         mirrored = rng.uniform(key, "flip") < 0.5 if self.flip else None  # (b,)
         return index, mirrored, key, positions, step
 
 
-def _iterate_positions(
+def _iterate_micro_batch_positions(
     step: int, steps: int | None, global_batch: int, micro_batch: int, rank: int, world: int
 ) -> Iterator[range]:
     """Yields, for each micro-batch of a rank, the range of its positions in the endless stream of samples. Begins with

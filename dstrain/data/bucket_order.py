@@ -49,7 +49,7 @@ class BucketOrder:
         epoch = self._find_epoch(step)
         first, last = (np.array(self.counts, object) * number // self.global_batch for number in (epoch, epoch + 1))
         ends = np.cumsum(last - first)
-        turn = Order(int(ends[-1]), self.seed).index_at(epoch * int(ends[-1]) + step - self.count_steps(epoch))
+        turn = Order(int(ends[-1]), self.seed).find_sample_index(epoch * int(ends[-1]) + step - self.count_steps(epoch))
         bucket = int(np.searchsorted(ends, turn, side="right"))
         return bucket, int(last[bucket] - ends[bucket] + turn)
 
@@ -64,7 +64,7 @@ class BucketOrder:
             low, high = (middle, high) if self.count_steps(middle) <= step else (low, middle)
         return low
 
-    def index_at(self, position: Tensor) -> Tensor:
+    def find_sample_index(self, position: Tensor) -> Tensor:
         """Returns which sample stands at each position >= 0 of the endless stream: int64 (b,) -> int64 (b,)."""
         index = torch.empty_like(position)
         steps = position // self.global_batch
@@ -73,7 +73,7 @@ class BucketOrder:
             bucket, batch = self.find_bucket_and_batch(step)
             order = Order(self.counts[bucket], self.seed ^ _STRIDE * (bucket + 1))
             within = position[rows] + (batch - step) * self.global_batch
-            index[rows] = order.index_at(within) + sum(self.counts[:bucket])
+            index[rows] = order.find_sample_index(within) + sum(self.counts[:bucket])
         return index
 
 
@@ -93,12 +93,12 @@ def choose_buckets(sizes: np.ndarray, shapes: tuple[tuple[int, int], ...], max_u
         members = np.flatnonzero(resolution == level)
         distance = np.abs(aspects[:, None] - np.log(targets[members, 0] / targets[members, 1]))
         choice = members[np.round(distance, 9).argmin(1)]  # 9 digits: equally near is equal on every machine
-        fits = compute_upscale(sides, targets[choice]) <= max_upscale
+        fits = compute_upscale_factors(sides, targets[choice]) <= max_upscale
         bucket = np.where(fits | (bucket < 0), choice, bucket)
     return bucket
 
 
-def compute_upscale(sizes: np.ndarray, targets: np.ndarray) -> np.ndarray:
+def compute_upscale_factors(sizes: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """Returns the factor by which each picture (width, height) must be scaled to cover its target (width, height):
     float64 (N,), above 1 if it is enlarged. sizes, targets: (N, 2).
     """

@@ -2,7 +2,7 @@
 
     stream position p     lies in block p // 256, whose 256 positions are shuffled by the seed: p -> slot s
     slot s                belongs to source k, and is the n-th of its slots, where count_k(s) = n
-    sample                Order(size_k, seed_k).index_at(n): each source passes through its own epochs
+    sample                Order(size_k, seed_k).find_sample_index(n): each source passes through its own epochs
 
 count_k(s), how many of the slots before s belong to source k, is computed and not stored. With whole weights w_k, the
 first source gets count_0 = floor(s * w_0 / W) of s slots, where W is the sum of all weights. The second gets
@@ -39,46 +39,51 @@ class MixtureOrder:
     """The infinite stream of sample indices of a mixture. The indices of the first source come first, then those of the
     second, and so on; the stream takes them from all sources in the ratio of the weights.
 
-    sizes: number of samples of each source. weights: one whole number for each source, as `to_whole_numbers` returns.
+    sizes: number of samples of each source. weights: one whole number for each source, as `scale_to_whole_numbers`
+    returns.
     """
 
     sizes: tuple[int, ...]
     weights: tuple[int, ...]
     seed: int = 0
 
-    def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
+    def find_sample_index(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
         """Returns the index of the sample at each position >= 0 of the endless stream of training samples. Returns an
         int for an int, int64 of the same shape for an array or a CPU tensor. Raises ConfigError if a position is
         negative.
         """
         if isinstance(position, Tensor):
-            return torch.from_numpy(self.index_at(position.numpy()))
+            return torch.from_numpy(self.find_sample_index(position.numpy()))
         if not isinstance(position, np.ndarray):
-            return int(self.index_at(np.array([position], np.int64))[0])
-        sources, places = self.find_source_positions(position)
+            return int(self.find_sample_index(np.array([position], np.int64))[0])
+        sources, places = self.find_sources_and_positions(position)
         index, begin = np.empty(position.shape, np.int64), 0
         for k, size in enumerate(self.sizes):
             here = sources == k
-            index[here] = begin + Order(size, _derive_seed(self.seed, k)).index_at(places[here])
+            index[here] = begin + Order(size, _derive_source_seed(self.seed, k)).find_sample_index(places[here])
             begin += size
         return index
 
-    def find_source_positions(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def find_sources_and_positions(self, position: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns for each position int64 (...) of the mixture's endless stream: the number of the source from which
         its sample comes, and the sample's position in the endless stream of this source alone. Both int64 (...).
         """
-        slots = position - position % _BLOCK + Order(_BLOCK, _derive_seed(self.seed, -1)).index_at(position)
-        before = self._count_slots_by_source(slots)  # (sources, ...)
-        sources = (self._count_slots_by_source(slots + 1) - before).argmax(0)
+        slots = (
+            position - position % _BLOCK + Order(_BLOCK, _derive_source_seed(self.seed, -1)).find_sample_index(position)
+        )
+        before = self._count_earlier_slots_by_source(slots)  # (sources, ...)
+        sources = (self._count_earlier_slots_by_source(slots + 1) - before).argmax(0)
         return sources, np.take_along_axis(before, sources[None], 0)[0]
 
-    def count_by_source(self, positions: int) -> list[int]:
+    def count_samples_by_source(self, positions: int) -> list[int]:
         """Returns how many of the first `positions` samples of the stream come from each source."""
         whole = positions - positions % _BLOCK
-        rest, _ = self.find_source_positions(np.arange(whole, positions))
-        return (self._count_slots_by_source(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))).tolist()
+        rest, _ = self.find_sources_and_positions(np.arange(whole, positions))
+        return (
+            self._count_earlier_slots_by_source(np.array(whole)) + np.bincount(rest, minlength=len(self.sizes))
+        ).tolist()
 
-    def _count_slots_by_source(self, slots: np.ndarray) -> np.ndarray:
+    def _count_earlier_slots_by_source(self, slots: np.ndarray) -> np.ndarray:
         """Returns, for each number s in `slots` int64 (...), how many of the stream's first s slots belong to each
         source: int64 (sources, ...). A slot is a position of the stream before the positions are shuffled within
         blocks.
@@ -90,7 +95,7 @@ class MixtureOrder:
         return np.stack(counts)
 
 
-def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
+def scale_to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
     """Returns positive weights as whole numbers in the same ratio, without a common divisor: 0.3, 0.7 give 3, 7.
 
     If these numbers have a sum above 2^30, scales them down to a sum of about 2^30: then the ratio is only approximate.
@@ -105,7 +110,7 @@ def to_whole_numbers(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(number // divisor for number in numbers)
 
 
-def _derive_seed(seed: int, source: int) -> int:
+def _derive_source_seed(seed: int, source: int) -> int:
     """Returns a seed derived from the mixture's `seed`. source: the number of the source whose order it seeds; -1: the
     seed that shuffles the sources within blocks of the stream.
     """
@@ -113,12 +118,12 @@ def _derive_seed(seed: int, source: int) -> int:
 
 
 class Mixture(Source):
-    """The samples of several sources as one source: first all of the first source, then all of the next. `make_order`
-    takes them in the ratio of the weights.
+    """The samples of several sources as one source: first all of the first source, then all of the next.
+    `make_sample_order` takes them in the ratio of the weights.
 
     names: names of the sources, all different. weights: one for each source; None: the numbers of their samples.
-    classes: those of the mixture, as `join_classes` returns; labels are indices into them. Items have captions only if
-    all sources have captions.
+    classes: those of the mixture, as `join_class_names` returns; labels are indices into them. Items have captions only
+    if all sources have captions.
     """
 
     batched = True
@@ -128,7 +133,7 @@ class Mixture(Source):
     ) -> None:
         self.sources, self.names, self.classes = tuple(sources), tuple(names), classes
         self.sizes = tuple(len(source) for source in sources)
-        self.weights = to_whole_numbers(weights or self.sizes)
+        self.weights = scale_to_whole_numbers(weights or self.sizes)
         self._ends = torch.tensor(self.sizes).cumsum(0)
         places = {name: place for place, name in enumerate(classes)}
         # The label of each class of a source in the mixture, None where they are the same.
@@ -155,40 +160,40 @@ class Mixture(Source):
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
-    def read(self, index: int, chance: float | None = None) -> Item:
+    def read(self, index: int, random_number: float | None = None) -> Item:
         """Reads one sample from its source, and gives it its label in the mixture. Raises BadSample, whose path is
         SOURCE/name, if the sample cannot be read.
         """
         source, place = self._locate_sample(index)
         try:
-            return self._convert_item_to_mixture(source, self.sources[source].read(place, chance))
+            return self._relabel_for_mixture(source, self.sources[source].read(place, random_number))
         except BadSample as error:
             raise BadSample(f"{self.names[source]}/{error.path}", error.reason) from error
 
     def read_batch(
-        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+        self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
         """Reads the samples at `index` int64 (b,), each from its source. Returns the batch, with labels of the mixture,
         and (SOURCE/name, reason) of each sample that could not be read. In its place the batch has another sample of
         the same source. Raises ConfigError as Source.read_batch.
         """
         parts, rows, bad = [], [], []
-        for source, here, places in self._group_by_source(index):
+        for source, here, places in self._group_indices_by_source(index):
             part, unreadable = self.sources[source].read_batch(
-                places, *(None if values is None else values[here] for values in (mirrored, chance))
+                places, *(None if values is None else values[here] for values in (mirrored, random_number))
             )
-            parts.append(self._convert_item_to_mixture(source, part))
+            parts.append(self._relabel_for_mixture(source, part))
             rows.append(here)
             bad += [(f"{self.names[source]}/{name}", reason) for name, reason in unreadable]
         order = torch.cat(rows).argsort()
         return {name: values[order] for name, values in join_batches(parts).items()}, bad
 
-    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None) -> None:
         """Begins to read the samples at `index` that belong to sources which can prefetch. Skips the others."""
-        for source, here, places in self._group_by_source(index):
+        for source, here, places in self._group_indices_by_source(index):
             if self.sources[source].prefetches:
                 self.sources[source].prefetch(
-                    places, *(None if values is None else values[here] for values in (mirrored, chance))
+                    places, *(None if values is None else values[here] for values in (mirrored, random_number))
                 )
 
     def read_captions(self, index: int) -> tuple[str, ...]:
@@ -200,12 +205,12 @@ class Mixture(Source):
         source, place = self._locate_sample(index)
         return f"{self.names[source]}/{self.sources[source].name_sample(place)}"
 
-    def make_order(self, global_batch: int, seed: int) -> MixtureOrder:
+    def make_sample_order(self, global_batch: int, seed: int) -> MixtureOrder:
         """Returns the order in which training takes samples from all sources, in the ratio of the weights."""
         return MixtureOrder(self.sizes, self.weights, seed)
 
     def count_samples_by_source(self, seed: int, positions: int) -> dict[str, int]:
-        return dict(zip(self.names, MixtureOrder(self.sizes, self.weights, seed).count_by_source(positions)))
+        return dict(zip(self.names, MixtureOrder(self.sizes, self.weights, seed).count_samples_by_source(positions)))
 
     def compute_fingerprint(self) -> str:
         return self._join_fingerprints([source.compute_fingerprint() for source in self.sources])
@@ -245,7 +250,7 @@ class Mixture(Source):
         source = int(torch.bucketize(index, self._ends, right=True))
         return source, index - int(self._ends[source]) + self.sizes[source]
 
-    def _group_by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
+    def _group_indices_by_source(self, index: Tensor) -> list[tuple[int, Tensor, Tensor]]:
         """Groups indices int64 (b,) of the mixture by source. Returns for each source that occurs:
 
         the number of the source
@@ -256,7 +261,7 @@ class Mixture(Source):
         rows = [(source, torch.nonzero(sources == source)[:, 0]) for source in sources.unique().tolist()]
         return [(source, here, index[here] - self._ends[source] + self.sizes[source]) for source, here in rows]
 
-    def _convert_item_to_mixture(self, source: int, item: dict) -> dict:
+    def _relabel_for_mixture(self, source: int, item: dict) -> dict:
         """Returns an item or a batch of source number `source`, with labels of the mixture in place of the source's
         own. Leaves out captions unless all sources have captions.
         """
@@ -268,20 +273,22 @@ class Mixture(Source):
         return item
 
 
-def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | None]]) -> tuple[Mixture, Mixture | None]:
+def open_mixture(
+    data: Data, open_part: Callable[[Data], tuple[Source, Source | None]]
+) -> tuple[Mixture, Mixture | None]:
     """Opens the sources of data.mixture. Returns the mixture of their training samples, and the mixture of their
     held-out samples, or None if no source holds samples out.
 
-    opened: opens the data section of one source, and returns (training source, held-out source or None)
+    open_part: opens the data section of one source, and returns (training source, held-out source or None)
 
-    Raises ConfigError as `opened` and `join_classes`, and if the training samples have classes but held-out ones have
-    none.
+    Raises ConfigError as `open_part` and `join_class_names`, and if the training samples have classes but held-out ones
+    have none.
     """
     paths = [source.path for source in data.mixture]
     short = [os.path.basename(os.path.normpath(path)) for path in paths]
     names = short if len({*short}) == len(short) else paths
-    sources, unseen = zip(*map(opened, data.list_sources()))
-    classes = join_classes(sources, names, data.mixture_classes)
+    sources, unseen = zip(*map(open_part, data.list_sources()))
+    classes = join_class_names(sources, names, data.mixture_classes)
     weights = None if data.mixture[0].weight is None else [source.weight for source in data.mixture]
     held = [(source, name) for source, name in zip(unseen, names) if source is not None]
     if without := [name for source, name in held if classes and not source.classes]:
@@ -292,7 +299,7 @@ def open_mixture(data: Data, opened: Callable[[Data], tuple[Source, Source | Non
     return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
 
 
-def join_codes(data: Data, parts: Sequence[Data]) -> Data:
+def merge_codes_of_sources(data: Data, parts: Sequence[Data]) -> Data:
     """Returns a copy of a mixture's data section, whose entry `codes` describes the cached latents or tokens of all
     sources. The entry is None if the sources are not cached. The scaling factor of latents is 1 / the standard
     deviation of the whole mixture.
@@ -327,7 +334,7 @@ def join_codes(data: Data, parts: Sequence[Data]) -> Data:
     return data.model_copy(update={"codes": codes})
 
 
-def join_classes(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
+def join_class_names(sources: Sequence[Source], names: Sequence[str], rule: str) -> tuple[str, ...]:
     """Returns the class names of a mixture; () if no source has classes. names: of the sources, for messages.
 
     rule   "same"    all sources must have the same class names

@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain.data.bad_files import count_listed_files
+from dstrain.data.bad_files import count_listed_bad_files
 from dstrain.data.builtin.emoji import EMOJI
 from dstrain.data.builtin.fashion import FASHION_PATH, Fashion
 from dstrain.data.builtin.moving import MOVING, MovingFashion
-from dstrain.data.cached.codes import copy_section_with_cached_codes, open_codes
+from dstrain.data.cached.codes import fill_in_codes_from_cache, open_cached_codes
 from dstrain.data.cached.embeddings import BUILTIN, has_embedding_pairs, open_pairs
 from dstrain.data.cached.latents import is_codes_cache
 from dstrain.data.cached.shards import read_index
@@ -22,11 +22,11 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats.base import Layout, Request, peek_files_below
 from dstrain.data.formats.imagenet import find_split_paths
-from dstrain.data.index.alike import require_same_source
+from dstrain.data.index.alike import require_same_fingerprint_on_machines
 from dstrain.data.index.build import find_index_cache_folder, open_index, run_on_rank_0
 from dstrain.data.index.index import Index
-from dstrain.data.left_out import require_usable_leave_out
-from dstrain.data.mixture import join_codes, open_mixture
+from dstrain.data.left_out import require_usable_leave_out_patterns
+from dstrain.data.mixture import merge_codes_of_sources, open_mixture
 from dstrain.data.overlap import find_overlaps
 from dstrain.data.source import Source
 from dstrain.data.sources.buckets import Sized, bucket_by_duration
@@ -68,11 +68,11 @@ class DataKind(ABC):
         """Returns what the data hold: "images", "clips", "latents", "image_tokens", "clip_tokens" or "pairs"."""
 
     @abstractmethod
-    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         """Opens the source to train on, and the held-out one or None. Arguments and errors are as in `open_sources`."""
 
-    def copy_section_with_codes(self) -> Data:
-        """Returns a copy of the section with `codes` as `fill_in_codes` sets it; here None: nothing is cached."""
+    def fill_in_codes_entry(self) -> Data:
+        """Returns a copy of the section with `codes` as `fill_in_codes_entry` sets it; here None: nothing is cached."""
         return self.data.model_copy(update={"codes": None})
 
     def open_split(self, split: str) -> Source | None:
@@ -95,16 +95,16 @@ class DataKind(ABC):
         """Returns data.path; for cached codes the path that was encoded; for several sources "a mixture"."""
         return self.data.path
 
-    def require_no_label_settings(self, mixed: bool) -> None:
+    def require_no_label_settings(self, in_mixture: bool) -> None:
         """Raises ConfigError if labels, class_list or columns is set, but has no effect on data of this kind. Does
-        nothing if `mixed` or with a held_out_path, since the setting may be meant for the other data.
+        nothing if `in_mixture` or with a held_out_path, since the setting may be meant for the other data.
         """
         names = [
             f"data.{name}"
             for name in ("labels", "class_list", "columns")
             if getattr(self.data, name) != Data.model_fields[name].default
         ]
-        if names and not self.labelled_anew and not mixed and self.data.held_out_path is None:
+        if names and not self.labelled_anew and not in_mixture and self.data.held_out_path is None:
             raise ConfigError(
                 f"{', '.join(names)}: the labels and captions of {self.data.path} are as they were made: leave it out"
             )
@@ -120,11 +120,11 @@ class MixedData(DataKind):
         return bool(data.mixture)
 
     def name_contents(self) -> str:
-        return find_contents(self.data.list_sources()[0])
+        return find_content_kind(self.data.list_sources()[0])
 
-    def copy_section_with_codes(self) -> Data:
-        data, parts = self.data, [fill_in_codes(part) for part in self.data.list_sources()]
-        contents = [find_contents(part) for part in parts]
+    def fill_in_codes_entry(self) -> Data:
+        data, parts = self.data, [fill_in_codes_entry(part) for part in self.data.list_sources()]
+        contents = [find_content_kind(part) for part in parts]
         for part, own in zip(parts, contents):
             if own != contents[0] or own == "pairs":
                 remedy = "pairs are not mixed" if own == "pairs" else "mix sources of one kind"
@@ -132,10 +132,10 @@ class MixedData(DataKind):
                     f"data.mixture: {part.path} holds {CONTENTS[own][0]}, {data.path} {CONTENTS[contents[0]][0]}: "
                     f"{remedy}"
                 )
-        return join_codes(data, parts)
+        return merge_codes_of_sources(data, parts)
 
-    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        return open_mixture(self.data, lambda part: open_sources(part, verify, run, mixed=True))
+    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+        return open_mixture(self.data, lambda part: open_sources(part, verify, run, in_mixture=True))
 
     def find_original_path(self) -> str:
         return "a mixture"
@@ -153,14 +153,14 @@ class BuiltinData(DataKind):
             return "pairs"
         return "clips" if self.data.path == MOVING or self.data.num_frames is not None else "images"
 
-    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         if self.data.path == BUILTIN:
-            return PairsData(self.data).open(verify, run, mixed)
+            return PairsData(self.data).open(verify, run, in_mixture)
         if self.data.num_frames is not None:
             return self._open_clips()
         if self.data.path == MOVING:
             raise _make_missing_frames_error(self.data)
-        return _open_images(self.data, run, mixed, holds_out=True)
+        return _open_images(self.data, run, in_mixture, holds_out=True)
 
     def _open_clips(self) -> Split:
         """Opens the built-in clips. Raises ConfigError if a setting, or data.num_frames, does not fit them."""
@@ -188,7 +188,7 @@ class BuiltinData(DataKind):
                 f"data.flip=true: captions of {MOVING} say left and right, which a mirrored clip would "
                 "belie: write data.flip=false"
             )
-        return open_builtin(data, "train", data.leave_out), open_builtin(data, "held_out", data.leave_out)
+        return open_if_builtin(data, "train", data.leave_out), open_if_builtin(data, "held_out", data.leave_out)
 
     def open_split(self, split: str) -> Source | None:
         return PairsData(self.data).open_split(split) if self.data.path == BUILTIN else super().open_split(split)
@@ -209,7 +209,7 @@ class PairsData(DataKind):
     def name_contents(self) -> str:
         return "pairs"
 
-    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         return self.open_split("train"), self.open_split("validation")
 
     def open_split(self, split: str) -> Source | None:
@@ -227,11 +227,11 @@ class CodesData(DataKind):
         encoding = read_index(Path(self.data.path))["encoding"]
         return _name_contents_of_codes(encoding["kind"], encoding["shape"])
 
-    def copy_section_with_codes(self) -> Data:
-        return copy_section_with_cached_codes(self.data)
+    def fill_in_codes_entry(self) -> Data:
+        return fill_in_codes_from_cache(self.data)
 
-    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
-        return open_codes(self.data, verify)
+    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+        return open_cached_codes(self.data, verify)
 
     def find_original_path(self) -> str:
         return read_index(Path(self.data.path))["encoding"]["data"].split()[0]  # a fingerprint begins with the name
@@ -244,12 +244,12 @@ class ClipsData(DataKind):
 
     @classmethod
     def recognises(cls, data: Data) -> bool:
-        return data.num_frames is not None or _has_videos(data.path)
+        return data.num_frames is not None or _has_videos_but_no_images(data.path)
 
     def name_contents(self) -> str:
         return "clips"
 
-    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         data = _fill_in_split_paths(self.data)
         if data.num_frames is None:
             raise _make_missing_frames_error(data)
@@ -259,7 +259,7 @@ class ClipsData(DataKind):
             "held_out": data.held_out,
             "held_out_path": data.held_out_path,
             "captions": data.captions,
-            "request": make_request(data, CLIPS, noun="clips", captions=True, mixed=mixed, measured=bucketed),
+            "request": make_request(data, CLIPS, noun="clips", captions=True, mixed=in_mixture, measured=bucketed),
             "index": data.index,
             "run": run,
             "leave_out": data.leave_out,
@@ -285,38 +285,38 @@ class ImagesData(DataKind):
     def name_contents(self) -> str:
         return "images"
 
-    def open(self, verify: bool, run: Path | None, mixed: bool) -> Split:
+    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         data = _fill_in_split_paths(self.data)
         if ClipsData.recognises(data):  # the paths of train/ and val/ in a root are known only now
             raise _make_missing_frames_error(data)
-        return _open_images(data, run, mixed, holds_out=bool(data.held_out or data.held_out_path))
+        return _open_images(data, run, in_mixture, holds_out=bool(data.held_out or data.held_out_path))
 
 
 KINDS: tuple[type[DataKind], ...] = (MixedData, BuiltinData, PairsData, CodesData, ClipsData, ImagesData)
 
 
-def recognise_kind(data: Data) -> DataKind:
+def recognise_data_kind(data: Data) -> DataKind:
     """Returns the kind of the data that a recipe's data section names. Looks at files on this rank alone."""
     return next(kind(data) for kind in KINDS if kind.recognises(data))
 
 
-def find_contents(data: Data) -> str:
-    """Returns what the data of a data section hold: a key of CONTENTS such as "images". Call `fill_in_codes` first."""
+def find_content_kind(data: Data) -> str:
+    """Returns what the data of a section hold: a key of CONTENTS such as "images". Call `fill_in_codes_entry` first."""
     return (
-        recognise_kind(data).name_contents()
+        recognise_data_kind(data).name_contents()
         if data.codes is None
         else _name_contents_of_codes(data.codes.kind, data.codes.shape)
     )
 
 
-def fill_in_codes(data: Data) -> Data:
+def fill_in_codes_entry(data: Data) -> Data:
     """Returns a copy of a recipe's data section whose entry `codes` describes the cached latents or tokens at
     data.path, from their index. The entry is None if the data are not cached.
 
     Raises ConfigError if the index is damaged, if sizes, channels, frames or flips of the section differ from the
     encoded ones, or if data.embeddings is set and the data are not one source of square images.
     """
-    kind = recognise_kind(data)
+    kind = recognise_data_kind(data)
     if data.embeddings is not None and kind.name_contents() != "images":
         raise ConfigError(
             f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
@@ -327,17 +327,18 @@ def fill_in_codes(data: Data) -> Data:
             f"data.embeddings={data.embeddings} goes with one source of squares: leave data.mixture and "
             "data.buckets out"
         )
-    return kind.copy_section_with_codes()
+    return kind.fill_in_codes_entry()
 
 
-def require_contents(data: Data, system: str, learns_from: Sequence[str], learners: Callable[[str], list[str]]) -> None:
+def require_learnable_contents(
+    data: Data, system: str, learns_from: Sequence[str], list_learners: Callable[[str], list[str]]
+) -> None:
     """Raises ConfigError if `system` cannot learn from what the data hold, or if held_out or held_out_path is set for
-    embedding pairs. Does nothing if data.path does not exist. Call `fill_in_codes` first.
+    embedding pairs. Does nothing if data.path does not exist. Call `fill_in_codes_entry` first.
 
-    learns_from: the keys of CONTENTS from which `system` learns
-    learners: returns the systems that learn from a key
+    learns_from: the keys of CONTENTS from which `system` learns. list_learners: returns the systems that learn from one
     """
-    contents = find_contents(data)
+    contents = find_content_kind(data)
     if contents == "pairs" and (data.held_out or data.held_out_path):
         raise ConfigError("data.held_out and data.held_out_path are for images: pairs are split by data.splits")
     exists = BuiltinData.recognises(data) or Path(data.path).exists()
@@ -346,7 +347,7 @@ def require_contents(data: Data, system: str, learns_from: Sequence[str], learne
     if contents == "images" and "clips" in learns_from:
         raise ConfigError(f"{system} learns from clips: write data.num_frames=17, say (1: images)")
     expected = f"{system} learns from {' or '.join(CONTENTS[own][0] for own in learns_from)}"
-    systems = " or ".join(f"system={name}" for name in learners(contents))
+    systems = " or ".join(f"system={name}" for name in list_learners(contents))
     choice = f", or choose {systems}" if systems else ""
     if contents == "clips" and data.num_frames:
         raise ConfigError(f"data.num_frames={data.num_frames}: {expected}, not from clips: leave it out{choice}")
@@ -354,25 +355,25 @@ def require_contents(data: Data, system: str, learns_from: Sequence[str], learne
     raise ConfigError(f"data.path={data.path} holds {CONTENTS[contents][0]}, and {expected}: {remedy}{choice}")
 
 
-def open_sources(data: Data, verify: bool = False, run: Path | None = None, mixed: bool = False) -> Split:
+def open_sources(data: Data, verify: bool = False, run: Path | None = None, in_mixture: bool = False) -> Split:
     """Opens the source to train on and the held-out one, None if nothing is held out. All ranks must call it.
 
-    verify: also compares hashes of cached codes. run: the run's folder, which may hold an index. mixed: `data` is one
-    source of a mixture. Raises ConfigError if the data cannot be opened, if settings have no effect on them, or if
+    verify: also compares hashes of cached codes. run: the run's folder, which may hold an index. in_mixture: `data` is
+    one source of a mixture. Raises ConfigError if the data cannot be opened, if settings have no effect on them, or if
     held-out files are also trained on.
     """
-    if not mixed and (data.mixture or data.held_out_path) and (problems := run_on_rank_0(lambda: find_overlaps(data))):
-        raise ConfigError(*problems)
-    kind = recognise_kind(data)
-    kind.require_no_label_settings(mixed)
+    if not in_mixture and (data.mixture or data.held_out_path) and (bad := run_on_rank_0(lambda: find_overlaps(data))):
+        raise ConfigError(*bad)
+    kind = recognise_data_kind(data)
+    kind.require_no_label_settings(in_mixture)
     if not data.mixture:
         get_phases().enter_phase(f"listing {data.path}")
-    split = kind.open(verify, run, mixed)
-    require_usable_leave_out(data, split, mixed)
+    split = kind.open(verify, run, in_mixture)
+    require_usable_leave_out_patterns(data, split, in_mixture)
     if isinstance(kind, PairsData | CodesData) or data.embeddings is not None:
         for source in split:
             if source is not None and not data.path.startswith("builtin:"):  # those are the package's own
-                require_same_source(source, data.embeddings or data.path)
+                require_same_fingerprint_on_machines(source, data.embeddings or data.path)
     return split
 
 
@@ -380,20 +381,19 @@ def open_split(data: Data, split: str) -> Source | None:
     """Opens the "train", "validation" or "test" split of embedding pairs; None if its share in data.splits is 0. Raises
     ConfigError as `open_pairs`, and if the data are not embedding pairs.
     """
-    return recognise_kind(data).open_split(split)
+    return recognise_data_kind(data).open_split(split)
 
 
 def open_layout_and_index(data: Data, captions: bool = False) -> tuple[Layout, Index]:
     """Returns the layout of the samples of a data section, which reads their files, and their index. If there is no
     index, makes it in data.index, else in the user's cache. All ranks must call it.
 
-    captions: lists captions of images, too, not only of clips. Raises ConfigError for built-in data, and as
-    `open_index`.
+    captions: lists captions of images too, not only of clips. Raises ConfigError as `open_index` and for built-in data.
     """
-    return recognise_kind(data).open_layout_and_index(captions)
+    return recognise_data_kind(data).open_layout_and_index(captions)
 
 
-def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Source | None:
+def open_if_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Source | None:
     """Opens a split of the built-in images or clips if the data are these, or codes encoded from them; else returns
     None. leave_out: patterns; clips whose caption fits one are left out (images never).
     """
@@ -408,14 +408,14 @@ def open_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> Sou
 
 def find_original_path(data: Data) -> str:
     """Returns data.path; for cached codes the path that was encoded; for several sources "a mixture"."""
-    return recognise_kind(data).find_original_path()
+    return recognise_data_kind(data).find_original_path()
 
 
 def describe_data(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
     """Returns two lines for the start of a command, about the data to train on and the held-out data. The first also
     says how many unreadable files are listed in the run's `folder`.
     """
-    bad = count_listed_files(folder) if folder is not None else 0
+    bad = count_listed_bad_files(folder) if folder is not None else 0
     known = f"; {bad:,} unreadable files are listed in {folder / 'bad_files.txt'}" if bad else ""
     place = f"{data.held_out_path}: " if data.held_out_path else ""
     unseen = f"{place}{held_out.describe_samples()}" if held_out is not None else "nothing"
@@ -436,7 +436,7 @@ def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) 
     )
 
 
-def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> Split:
+def _open_images(data: Data, run: Path | None, in_mixture: bool, holds_out: bool) -> Split:
     """Opens images; the held-out source is None unless `holds_out`. Other arguments are as in `open_sources`."""
     captions = data.captioned or data.embeddings is not None or bool(data.leave_out)
     bucketed = data.buckets is not None
@@ -445,7 +445,7 @@ def _open_images(data: Data, run: Path | None, mixed: bool, holds_out: bool) -> 
         "held_out": data.held_out,
         "held_out_path": data.held_out_path,
         "draft": data.draft,
-        "request": make_request(data, captions=captions, mixed=mixed, measured=bucketed),
+        "request": make_request(data, captions=captions, mixed=in_mixture, measured=bucketed),
         "index": data.index,
         "run": run,
         "crop": Crop.from_data_section(data),
@@ -492,7 +492,7 @@ def _make_missing_frames_error(data: Data) -> ConfigError:
     return ConfigError(f"data.path={data.path} holds videos: write data.num_frames=17, say, for clips")
 
 
-def _has_videos(path: str) -> bool:
+def _has_videos_but_no_images(path: str) -> bool:
     """Returns whether some of a folder's first files have suffixes of videos, and none has one of images."""
     if not os.path.isdir(path):
         return False

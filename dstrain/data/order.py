@@ -39,22 +39,24 @@ class Order:
         if not 1 <= self.size <= 1 << 62:
             raise ConfigError(f"an order needs between 1 and 2^62 samples, not {self.size}: is the data set empty?")
 
-    def index_at(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
+    def find_sample_index(self, position: int | np.ndarray | Tensor) -> int | np.ndarray | Tensor:
         """Returns the index of the sample at each position >= 0 of the endless stream of training samples. Returns an
         int for an int, int64 of the same shape for an array or a CPU tensor. Raises ConfigError if a position is
         negative.
         """
         if isinstance(position, Tensor):
-            return torch.from_numpy(self.index_at(position.numpy()))
+            return torch.from_numpy(self.find_sample_index(position.numpy()))
         if not isinstance(position, np.ndarray):
-            return int(self.index_at(np.array([position], np.int64))[0])
+            return int(self.find_sample_index(np.array([position], np.int64))[0])
         if position.size and position.min() < 0:
             raise ConfigError(f"a stream position is at least 0, not {position.min()}")
         size = np.uint64(self.size)  # the hash needs uint64, which wraps around
         a = np.uint64(math.isqrt(self.size - 1) + 1)
         b = np.uint64(-(-self.size // int(a)))
         epoch, index = np.divmod(position.astype(np.uint64), size)
-        key = _mix_bits(_mix_bits(np.full(1, self.seed & (1 << 64) - 1, np.uint64)) + epoch * _GOLDEN)
+        key = _hash_with_splitmix(
+            _hash_with_splitmix(np.full(1, self.seed & (1 << 64) - 1, np.uint64)) + epoch * _GOLDEN
+        )
         outside = np.ones(index.shape, bool)  # all go through once
         while outside.any():
             index[outside] = _permute_by_feistel(index[outside], key[outside], a, b)
@@ -70,14 +72,14 @@ def _permute_by_feistel(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.
     for _ in range(_ROUNDS // 2):
         key = key + _GOLDEN
         left = (
-            left + (_mix_bits(right ^ key) >> np.uint64(1))
+            left + (_hash_with_splitmix(right ^ key) >> np.uint64(1))
         ) % a  # 63 bits: a sum that wraps would not be one-to-one
         key = key + _GOLDEN
-        right = (right + (_mix_bits(left ^ key) >> np.uint64(1))) % b
+        right = (right + (_hash_with_splitmix(left ^ key) >> np.uint64(1))) % b
     return left * b + right
 
 
-def _mix_bits(z: np.ndarray) -> np.ndarray:
+def _hash_with_splitmix(z: np.ndarray) -> np.ndarray:
     """Returns a hash of each number of a uint64 array: the finalizer of splitmix64."""
     z = (z ^ (z >> np.uint64(30))) * _FIRST
     z = (z ^ (z >> np.uint64(27))) * _SECOND

@@ -36,39 +36,37 @@ def find_overlaps(data: Data) -> list[str]:
                 "trained on in the other: take folders that lie beside each other, or hold nothing out"
             )
     for part, other in itertools.combinations(parts, 2):
-        if not (part.held_out or other.held_out) and _resolve_pattern_paths(part.path) == _resolve_pattern_paths(
-            other.path
-        ):
+        if not (part.held_out or other.held_out) and _resolve_real_paths(part.path) == _resolve_real_paths(other.path):
             problems.append(f"data.mixture: {part.path} and {other.path} are the same files: name them once")
     return problems
 
 
 def _is_trained_on(data: Data, path: str) -> bool:
     """Returns whether files at `path` are also in the training split of data.path."""
-    if not _have_common_paths(_resolve_pattern_paths(data.path), _resolve_pattern_paths(path)):
+    if not _have_overlapping_paths(_resolve_real_paths(data.path), _resolve_real_paths(path)):
         return False
     train, _ = find_split_paths(data.path, 1.0, None, cache=data.cache)
-    return _have_common_paths(
-        _list_paths_of_files_read(str(train), data.cache), _list_paths_of_files_read(path, data.cache)
+    return _have_overlapping_paths(
+        _list_real_paths_read(str(train), data.cache), _list_real_paths_read(path, data.cache)
     )
 
 
-def _list_paths_of_files_read(path: str, cache: Cache) -> set[str]:
+def _list_real_paths_read(path: str, cache: Cache) -> set[str]:
     """Returns the real paths of what is read at `path`. For tables of several splits, these are the tables of the split
-    that is read; for other data, what `_resolve_pattern_paths` returns.
+    that is read; for other data, what `_resolve_real_paths` returns.
     """
     if not os.path.exists(path) and extract_pattern_folder(path) is None:
-        return _resolve_pattern_paths(path)
+        return _resolve_real_paths(path)
     files = open_files(path, cache)
     tables = open_hugging_face_layout(path, files)
     return (
-        _resolve_pattern_paths(path)
+        _resolve_real_paths(path)
         if tables is None
         else {os.path.realpath(files.fetch_local_path(part)) for part in tables.list_partitions()}
     )
 
 
-def _resolve_pattern_paths(path: str) -> set[str]:
+def _resolve_real_paths(path: str) -> set[str]:
     """Returns {real path} of a file or folder. For a pattern such as DIR/*.tar, returns the real paths of the files
     that fit it; {real path of the pattern itself} if its folder cannot be listed.
     """
@@ -80,12 +78,14 @@ def _resolve_pattern_paths(path: str) -> set[str]:
     return {os.path.realpath(path)}
 
 
-def _have_common_paths(one: set[str], other: set[str]) -> bool:
+def _have_overlapping_paths(first: set[str], second: set[str]) -> bool:
     """Returns whether a path of one set equals a path of the other, or lies below or above it."""
-    return not (one.isdisjoint(_list_parent_folders(other)) and other.isdisjoint(_list_parent_folders(one)))
+    return not (
+        first.isdisjoint(_iterate_paths_and_parents(second)) and second.isdisjoint(_iterate_paths_and_parents(first))
+    )
 
 
-def _list_parent_folders(paths: set[str]) -> Iterator[str]:
+def _iterate_paths_and_parents(paths: set[str]) -> Iterator[str]:
     """Yields each path and all folders above it."""
     for path in paths:
         yield path

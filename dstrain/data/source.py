@@ -153,62 +153,64 @@ class Source(ABC):
         return () if packed is None else (bytes(packed.numpy()).rstrip(b"\0").decode("utf-8", "replace"),)
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def shape_ends(self) -> tuple[int, ...]:
         """Returns the index after the last sample of each shape: samples of one shape have consecutive indices."""
         return (len(self),)
 
-    def make_order(self, global_batch: int, seed: int) -> Any:
-        """Returns the order in which training takes the samples: an object such as `Order`, whose method `index_at`
-        gives the sample at each position of the endless stream of samples.
+    def make_sample_order(self, global_batch: int, seed: int) -> Any:
+        """Returns the order in which training takes the samples: an object such as `Order`, whose method
+        `find_sample_index` gives the sample at each position of the endless stream of samples.
         """
         return Order(len(self), seed)
 
-    def make_square_view(self) -> "Source":
+    def make_single_shape_view(self) -> "Source":
         """Returns a source of the same samples in one shape. That is this source itself, unless its samples are sorted
         into buckets of several shapes.
         """
         return self
 
-    def find_substitute(self, index: int, count: int) -> int:
-        """Returns the index `count` places after `index` among the samples of its shape. After the last one of this
+    def find_substitute_index(self, index: int, offset: int) -> int:
+        """Returns the index `offset` places after `index` among the samples of its shape. After the last one of this
         shape comes the first one.
         """
         first, last = 0, 0
-        for end in self.ends:
+        for end in self.shape_ends:
             first, last = last, end
             if index < end:
                 break
-        return first + (index - first + count) % (last - first)
+        return first + (index - first + offset) % (last - first)
 
-    def read(self, index: int, chance: Chance | None = None) -> Item:
+    def read(self, index: int, random_number: Chance | None = None) -> Item:
         """Reads one sample. Raises BadSample if it cannot be read, NotRead if the storage fails.
 
-        chance: a number in [0, 1), or `chance_count` of them, by which the source chooses, for example, a crop or a
-        caption of the sample. None always makes the same choice.
+        random_number: a number in [0, 1), or `chance_count` of them, by which the source chooses, for example, a crop
+        or a caption of the sample. None always makes the same choice.
         """
         return self[index]
 
-    def read_first(self) -> Item:
+    def read_first_readable(self) -> Item:
         """Returns sample 0 or, if it cannot be read, the next sample of its shape that can. Raises ConfigError if 1000
         samples in a row cannot be read.
         """
-        return read_items(self, [0])[0][0]
+        return read_items_or_substitutes(self, [0])[0][0]
 
-    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None) -> None:
         """Begins to read the samples that a later `read_batch` with the same arguments needs, and does not wait for
         them. Only sources whose `prefetches` is True do this; others do nothing.
         """
 
     def read_batch(
-        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+        self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
         """Reads the samples at `index` int64 (b,). Returns the batch, and (name, reason) of each sample that could not
-        be read and was replaced by another. Raises ConfigError as `read_items`.
+        be read and was replaced by another. Raises ConfigError as `read_items_or_substitutes`.
 
         mirrored: bool (b,), True for samples to mirror left to right; None: mirrors none
-        chance: float32 (b,) or (b, chance_count), see `read`
+        random_number: float32 (b,) or (b, chance_count), see `read`
         """
-        items, bad = read_items(self, index.tolist(), None if chance is None else chance.tolist())
+        items, bad = read_items_or_substitutes(
+            self, index.tolist(), None if random_number is None else random_number.tolist()
+        )
         for place in () if mirrored is None else mirrored.nonzero()[:, 0].tolist():
             item = items[place]  # before they are stacked: picking rows of a batch copies them twice
             items[place] = item | {name: item[name].flip(-1) for name in _MIRRORED if name in item}
@@ -220,21 +222,23 @@ class Source(ABC):
         return batch, bad
 
 
-def read_items(source: Source, indices: list[int], chances: list[Chance] | None = None) -> tuple[list[Item], Bad]:
+def read_items_or_substitutes(
+    source: Source, indices: list[int], chances: list[Chance] | None = None
+) -> tuple[list[Item], Bad]:
     """Reads the samples at `indices`. If one cannot be read, takes the next sample of its shape that can. Returns the
     items, and (name, reason) of each sample that could not be read.
 
-    chances: for each item, the argument `chance` of Source.read; None: no item has one
+    chances: for each item, the argument `random_number` of Source.read; None: no item has one
 
     Raises ConfigError if 1000 samples in a row cannot be read.
     """
     items, bad = [], []
     tries = min(len(source), _MAX_TRIES)
     for place, index in enumerate(indices):
-        chance = None if chances is None else chances[place]
+        random_number = None if chances is None else chances[place]
         for count in range(tries):
             try:
-                items.append(source.read(source.find_substitute(index, count) if count else index, chance))
+                items.append(source.read(source.find_substitute_index(index, count) if count else index, random_number))
                 break
             except BadSample as error:
                 bad.append((error.path, error.reason))
@@ -251,11 +255,11 @@ def collate_items(items: list[Item]) -> dict[str, Tensor]:
     """Stacks items to a batch of tensors (b, ...). Numbers become int64 (b,). Captions are filled up with zeros to the
     longest.
     """
-    texts = {name: stack_texts([item[name] for item in items]) for name in _PACKED if name in items[0]}
+    texts = {name: pad_and_stack_texts([item[name] for item in items]) for name in _PACKED if name in items[0]}
     return default_collate([{name: item[name] for name in item if name not in texts} for item in items]) | texts
 
 
-def stack_texts(texts: Sequence[Tensor]) -> Tensor:
+def pad_and_stack_texts(texts: Sequence[Tensor]) -> Tensor:
     """Stacks texts, each uint8 (..., bytes) in UTF-8, to one tensor uint8 (texts, ..., W). W is the length of the
     longest text in bytes; the others are filled up with zeros.
     """
@@ -268,17 +272,19 @@ def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     joined = {}
     for name in batches[0]:
         parts = [batch[name] for batch in batches]
-        joined[name] = stack_texts([text for part in parts for text in part]) if name in _PACKED else torch.cat(parts)
+        joined[name] = (
+            pad_and_stack_texts([text for part in parts for text in part]) if name in _PACKED else torch.cat(parts)
+        )
     return joined
 
 
-def sample_captions(source: Source, most: int = _SAMPLED) -> list[str]:
-    """Returns all captions of at most `most` samples, evenly spaced. Skips samples that cannot be read. Returns [] for
-    a source without captions.
+def read_spaced_captions(source: Source, max_samples: int = _SAMPLED) -> list[str]:
+    """Returns all captions of at most `max_samples` samples, evenly spaced. Skips samples that cannot be read. Returns
+    [] for a source without captions.
     """
     texts: list[str] = []
     for index in (
-        np.linspace(0, len(source) - 1, min(most, len(source))).astype(int).tolist() if source.captioned else ()
+        np.linspace(0, len(source) - 1, min(max_samples, len(source))).astype(int).tolist() if source.captioned else ()
     ):
         with suppress(BadSample, OSError, ValueError):
             texts += source.read_captions(index)
@@ -291,7 +297,7 @@ def describe_truncated_captions(source: Source, reader: Any) -> list[str]:
 
     reader: a system or a text encoder
     """
-    texts = sample_captions(source)
+    texts = read_spaced_captions(source)
     line = (
         reader.describe_cut(texts, "captions" if len(source) <= _SAMPLED else "captions of a sample") if texts else ""
     )

@@ -28,12 +28,12 @@ class View(Source):
         return self.whole[self.map_index(index)]
 
     def read_batch(
-        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+        self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
         """Reads the samples at `index` of the view. See Source.read_batch."""
         if self.batched:
-            return self.whole.read_batch(self.map_index(index), mirrored, chance)
-        return super().read_batch(index, mirrored, chance)
+            return self.whole.read_batch(self.map_index(index), mirrored, random_number)
+        return super().read_batch(index, mirrored, random_number)
 
     def read_captions(self, index: int) -> tuple[str, ...]:
         return self.whole.read_captions(self.map_index(index))
@@ -51,7 +51,7 @@ class View(Source):
 
 class Remade(View):
     """All samples of `whole`, in its order, for subclasses that change the items. A subclass overrides `read(index,
-    chance)`, whose argument `chance` is the same random number that `whole.read` takes.
+    random_number)`, whose argument `random_number` is the same random number that `whole.read` takes.
     """
 
     def __init__(self, whole: Source) -> None:
@@ -91,9 +91,9 @@ class Spread(View):
         return index * len(self.whole) // self.num
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def shape_ends(self) -> tuple[int, ...]:
         """Returns the index, in this view, after the last sample of each shape."""
-        return tuple(-(-end * self.num // len(self.whole)) for end in self.whole.ends)
+        return tuple(-(-end * self.num // len(self.whole)) for end in self.whole.shape_ends)
 
     def describe_samples(self) -> str:
         """Returns the line about `whole`, with the number of samples that are taken of it."""
@@ -115,11 +115,11 @@ class Shuffled(View):
 
     def __init__(self, whole: Source, seed: int) -> None:
         super().__init__(whole)
-        self.taken = whole.make_order(1, seed)
+        self.taken = whole.make_sample_order(1, seed)
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
         """Returns the index in `whole` of the sample that training takes at position `index`."""
-        return self.taken.index_at(index)
+        return self.taken.find_sample_index(index)
 
 
 class Windows(View):

@@ -82,8 +82,8 @@ def unlink_semaphores(unlinkers: list[Callable[[], None]]) -> None:
         unlinkers.pop()()
 
 
-def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigError | NotRead:
-    """Returns the exception to raise in place of `error`, which `count` workers have caused: ConfigError if /dev/shm is
+def translate_worker_error(error: OSError | RuntimeError, num_workers: int) -> ConfigError | NotRead:
+    """Returns the exception to raise in place of `error`, which the workers have caused: ConfigError if /dev/shm is
     full, NotRead if a worker was killed. Raises `error` again if it has another cause.
     """
     text = str(error)
@@ -91,8 +91,8 @@ def explain_worker_error(error: OSError | RuntimeError, count: int) -> ConfigErr
         room = os.statvfs("/dev/shm")
         free, size = (room.f_frsize * blocks / 1e6 for blocks in (room.f_bavail, room.f_blocks))
         return ConfigError(
-            f"data.workers={count}: workers hand samples over in /dev/shm, and {free:.3g} of its {size:.3g} MB are "
-            "free: enlarge it (docker run --shm-size=8g), or write data.workers=0"
+            f"data.workers={num_workers}: workers hand samples over in /dev/shm, and {free:.3g} of its {size:.3g} MB "
+            "are free: enlarge it (docker run --shm-size=8g), or write data.workers=0"
         )
     if "exited unexpectedly" in text:
         return NotRead(
@@ -117,19 +117,19 @@ def prepare_worker(_worker_id: int) -> None:
         threading.Thread(target=_kill_self_after_parent, args=(rank.sentinel,), daemon=True).start()
 
 
-def end_workers(reader: object) -> None:
-    """Ends the workers of `reader`, the iterator of a DataLoader: asks them to stop, and kills those that still run
-    after 1 s. Does nothing if there are no workers, or if they have ended.
+def end_loader_workers(loader_iterator: object) -> None:
+    """Ends the workers of `loader_iterator`, the iterator of a DataLoader: asks them to stop, and kills those that
+    still run after 1 s. Does nothing if there are no workers, or if they have ended.
     """
     # torch itself would wait five seconds for a worker that reads a slow file, and then send a signal that it ignores.
-    processes = list(getattr(reader, "_workers", ()))
-    if not processes or reader._shutdown:
+    processes = list(getattr(loader_iterator, "_workers", ()))
+    if not processes or loader_iterator._shutdown:
         return
     try:  # in the order of DataLoader's own _shutdown_workers
-        if hasattr(reader, "_pin_memory_thread"):
-            reader._pin_memory_thread_done_event.set()  # else it complains about lost workers
-        reader._workers_done_event.set()
-        for queue in reader._index_queues:
+        if hasattr(loader_iterator, "_pin_memory_thread"):
+            loader_iterator._pin_memory_thread_done_event.set()  # else it complains about lost workers
+        loader_iterator._workers_done_event.set()
+        for queue in loader_iterator._index_queues:
             queue.put(None)
         deadline = time.monotonic() + _GRACE
         while alive := [process.sentinel for process in processes if process.is_alive()]:
@@ -140,7 +140,7 @@ def end_workers(reader: object) -> None:
             if process.is_alive():
                 process.kill()
             process.join()
-    reader._shutdown_workers()
+    loader_iterator._shutdown_workers()
 
 
 def _kill_self_after_parent(sentinel: int) -> None:

@@ -23,7 +23,7 @@ from dstrain.encoders.frozen import (
     require_unquantized_weights,
     reword_loading_errors,
 )
-from dstrain.encoders.precision import Precision, cast_weights, choose_precision, use_precision
+from dstrain.encoders.precision import Precision, cast_weights, choose_default_precision, use_precision
 from dstrain.recipe import ConfigError
 
 # The keys of AutoencoderKL's config that decide the codes, with diffusers' defaults. Only other values than these enter
@@ -105,17 +105,17 @@ class Autoencoder(Frozen):
         image = self.vae.decode(latents.to(_get_weight_dtype(self.vae.decoder))).sample.float()
         return 2 * image - 1 if self.of_representations else image
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Returns a hash of the architecture and the weights, 32 hexadecimal digits, see `hash_network`. Call this
         method before `drop_encoder` and `set_encode_precision`, which change the weights.
         """
-        return hash_network(*read_encoding_config_and_weights(self.vae))
+        return hash_network(*get_config_and_weights_to_hash(self.vae))
 
     def describe_latents(self) -> dict[str, Any]:
         """Returns {scaling_factor, shift, fingerprint}, on which the latents of an image depend."""
-        return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.fingerprint()}
+        return {"scaling_factor": self.scaling_factor, "shift": self.shift, "fingerprint": self.compute_fingerprint()}
 
-    def read_channel_moments(self) -> tuple[list[float], list[float]] | None:
+    def read_channel_means_and_stds(self) -> tuple[list[float], list[float]] | None:
         """Returns the mean and the standard deviation of each latent channel, from the autoencoder's own config.
         Returns None if the config gives none, or for an AutoencoderRAE, which normalizes its latents itself.
         """
@@ -128,7 +128,7 @@ class Autoencoder(Frozen):
         """Sets the precision in which `encode` computes, and casts the encoder's weights to it. None: tf32 if the GPU
         has it, else fp32. `decode` stays in float32.
         """
-        self.precision = precision = precision or choose_precision()
+        self.precision = precision = precision or choose_default_precision()
         for name in _ENCODING:
             if getattr(self.vae, name, None) is not None:
                 cast_weights(getattr(self.vae, name), precision)
@@ -178,7 +178,7 @@ def is_representation_autoencoder(vae: nn.Module) -> bool:
     return type(vae).__name__ == _OF_REPRESENTATIONS
 
 
-def read_encoding_config_and_weights(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def get_config_and_weights_to_hash(vae: nn.Module) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns what is to be hashed of an autoencoder: the config's keys that matter and differ from diffusers'
     defaults, and the weights under diffusers' names.
 

@@ -74,7 +74,7 @@ def reword_loading_errors(kind: str, key: str, path: str, content: str, remedy: 
         ) from error
 
 
-def read_pretrained(loader: Any, path: str, **options: Any) -> Any:
+def load_pretrained(loader: Any, path: str, **options: Any) -> Any:
     """Returns a network, tokenizer or config, loaded by from_pretrained. Never runs code that comes with the files.
     Raises the errors of transformers.
 
@@ -95,7 +95,7 @@ def read_config(path: str, folder: str = "") -> Any:
     """
     from transformers import AutoConfig  # slow to import, and only users of such networks need it
 
-    config = read_pretrained(AutoConfig, path, subfolder=folder)
+    config = load_pretrained(AutoConfig, path, subfolder=folder)
     for part in (config, *(getattr(config, name, None) for name in ("text_config", "vision_config"))):
         if getattr(part, "_attn_implementation", None) not in _ATTENTION:
             raise ValueError(f"config.json asks for the kernel {part._attn_implementation}; leave it out there")
@@ -114,7 +114,7 @@ def require_no_missing_weights(missing: Iterable[str], unread: tuple[str, ...]) 
         raise ValueError(f"its weights lack {len(lacking)} of the network's, such as {lacking[0]}")
 
 
-def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
+def load_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Module:
     """Returns a network of transformers with the weights at `path`. Reads only safetensors. Raises ValueError if
     weights are missing.
 
@@ -123,7 +123,7 @@ def read_network(loader: Any, path: str, config: Any, **options: Any) -> nn.Modu
     options  further arguments of from_pretrained.
     """
     options |= {"config": config, "use_safetensors": True, "output_loading_info": True}
-    network, report = read_pretrained(loader, path, **options)
+    network, report = load_pretrained(loader, path, **options)
     # Unread are T5's decoder and BERT's pooled state.
     require_no_missing_weights(report["missing_keys"], unread=("pooler.", "decoder."))
     return network
@@ -135,7 +135,7 @@ def require_unquantized_weights(config: Mapping[str, Any]) -> None:
         raise ValueError("config.json has a quantization_config, and quantized weights are not read")
 
 
-def read_json(key: str, path: str, name: str) -> Any:
+def read_encoder_json(key: str, path: str, name: str) -> Any:
     """Returns the content of the JSON file `name` at `path`, an encoder's folder or hub name. Returns None if there is
     no such file, or if the hub cannot be reached. Raises ConfigError if the file is not valid JSON. key: the recipe's
     key, with which the message begins.

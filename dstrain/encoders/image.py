@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, read_config, read_json, read_network, reword_loading_errors
-from dstrain.encoders.precision import Precision, cast_weights, choose_precision
+from dstrain.encoders.frozen import Frozen, load_network, read_config, read_encoder_json, reword_loading_errors
+from dstrain.encoders.precision import Precision, cast_weights, choose_default_precision
 from dstrain.recipe import ConfigError
 
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet, as both were trained
@@ -37,7 +37,7 @@ class ImageEncoder(Frozen):
         self.eval().requires_grad_(False)
         self.embed_dim = self.projection.out_features
         self.image_size: int = self.model.config.image_size
-        config = read_json("image_encoder", path, "preprocessor_config.json") or {}
+        config = read_encoder_json("image_encoder", path, "preprocessor_config.json") or {}
         for name, values in (("mean", config.get("image_mean", CLIP_MEAN)), ("std", config.get("image_std", CLIP_STD))):
             # float32 even where zero.Init creates tensors in the compute dtype, whose rounding would shift every pixel.
             self.register_buffer(name, torch.tensor(values).float().view(3, 1, 1), persistent=False)
@@ -68,7 +68,7 @@ def _load_clip_image_tower(path: str) -> tuple[nn.Module, nn.Module]:
         config = read_config(path)
         if config.model_type not in kinds:
             raise ConfigError(f"it is of type {config.model_type}, and only CLIP is known here")
-        model = read_network(kinds[config.model_type], path, config)
+        model = load_network(kinds[config.model_type], path, config)
         return model.vision_model, model.visual_projection
 
 
@@ -106,7 +106,7 @@ class VisionTower(Frozen):
             if not config.model_type.startswith(kinds):
                 raise ConfigError(f"{key} {name}:{folder}: the folder holds a model of type {config.model_type}")
             # In fp32, also where the folder's weights are halves.
-            self.model = read_network(AutoModel, path, config, dtype=torch.float32, attn_implementation="sdpa")
+            self.model = load_network(AutoModel, path, config, dtype=torch.float32, attn_implementation="sdpa")
         self.eval().requires_grad_(False)
         self.dim, self.kind, self.precision = config.hidden_size, config.model_type, "fp32"
         self.patch_size = config.patch_size
@@ -125,7 +125,7 @@ class VisionTower(Frozen):
         """Sets the attribute `precision`, and casts the weights to its dtype. None: tf32 if the GPU has it, else fp32.
         Callers of `compute_tokens` must enter `use_precision(tower.precision)` themselves.
         """
-        self.precision = precision or choose_precision()
+        self.precision = precision or choose_default_precision()
         cast_weights(self.model, self.precision)
 
     @torch.no_grad()

@@ -21,8 +21,15 @@ from torch import Tensor
 
 from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, read_config, read_json, read_network, read_pretrained, reword_loading_errors
-from dstrain.encoders.text import CONTENT, TextEncoder, describe_cut, set_padding
+from dstrain.encoders.frozen import (
+    Frozen,
+    load_network,
+    load_pretrained,
+    read_config,
+    read_encoder_json,
+    reword_loading_errors,
+)
+from dstrain.encoders.text import CONTENT, TextEncoder, describe_truncated_texts, set_padding_to_end
 from dstrain.recipe import ConfigError
 
 _FOLDERS = "model_index.json, text_encoder, text_encoder_2 and their tokenizers"
@@ -69,7 +76,7 @@ class JoinedTextEncoder(TextEncoder):
                 "3 reads"
             )
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Returns a hash of what decides the encodings: the class of this encoder, and all weights. 32 hexadecimal
         digits.
         """
@@ -81,13 +88,13 @@ class JoinedTextEncoder(TextEncoder):
         """
         return [len(ids) for ids in self.tokenizers[-1](captions, verbose=False)["input_ids"]]
 
-    def describe_cut(self, captions: list[str], what: str) -> str:
+    def describe_cut(self, captions: list[str], noun: str) -> str:
         """Returns a line for the user: how many captions are truncated by T5 (by CLIP, if there is no T5), and how many
-        tokens are left out. Returns "" if no caption is truncated. what: the word for the captions in this line, such
+        tokens are left out. Returns "" if no caption is truncated. noun: the word for the captions in this line, such
         as prompts.
         """
         longest = CLIP_TOKENS if self.t5 is None else self.max_length - 1 - CLIP_TOKENS
-        return describe_cut(self.count_tokens(captions), longest, what)
+        return describe_truncated_texts(self.count_tokens(captions), longest, noun)
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
@@ -127,7 +134,7 @@ def open_text_encoder(path: str, max_length: int | None = None) -> TextEncoder:
     """
     if not (Path(path) / "config.json").is_file():
         with reword_loading_errors("text encoder", "model.text_encoder", path, CONTENT):
-            index = read_json("model.text_encoder", path, "model_index.json")
+            index = read_encoder_json("model.text_encoder", path, "model_index.json")
         if isinstance(index, dict) and "text_encoder_2" in index:
             return JoinedTextEncoder(path, max_length)
     return TextEncoder(path, max_length)
@@ -137,7 +144,7 @@ def has_t5(path: str) -> bool:
     """Returns whether the pipeline at `path`, a folder or hub name, has a third text encoder. In Stable Diffusion 3
     that is T5.
     """
-    index = read_json("model.text_encoder", path, "model_index.json")
+    index = read_encoder_json("model.text_encoder", path, "model_index.json")
     return (index.get("text_encoder_3") or [None])[0] is not None
 
 
@@ -159,7 +166,7 @@ def _load_clip_or_t5(path: str, folder: str, kind: str) -> torch.nn.Module:
     if kind == "clip" and config.max_position_embeddings < CLIP_TOKENS:
         raise ValueError(f"{folder}/config.json has places for {config.max_position_embeddings} tokens, not for 77")
     loader = T5EncoderModel if kind == "t5" else CLIPTextModelWithProjection
-    return read_network(loader, path, config, subfolder=folder)
+    return load_network(loader, path, config, subfolder=folder)
 
 
 def _load_tokenizer(path: str, folder: str) -> Any:
@@ -168,8 +175,8 @@ def _load_tokenizer(path: str, folder: str) -> Any:
     """
     from transformers import AutoTokenizer
 
-    tokenizer = read_pretrained(AutoTokenizer, path, subfolder=folder)
-    set_padding(tokenizer, f"{path}/{folder}")
+    tokenizer = load_pretrained(AutoTokenizer, path, subfolder=folder)
+    set_padding_to_end(tokenizer, f"{path}/{folder}")
     if folder != "tokenizer_3":
         tokenizer.model_max_length = CLIP_TOKENS  # which diffusers' pipeline reads there
     return tokenizer
@@ -179,7 +186,7 @@ def _read_joint_attention_dim(path: str) -> int:
     """Returns the width of the text encodings that a pipeline's transformer takes: joint_attention_dim of its config.
     Raises ValueError if there is none.
     """
-    width = (read_json("model.text_encoder", path, "transformer/config.json") or {}).get("joint_attention_dim")
+    width = (read_encoder_json("model.text_encoder", path, "transformer/config.json") or {}).get("joint_attention_dim")
     if not isinstance(width, int):
         raise ValueError("it has no text_encoder_3, and no joint_attention_dim in transformer/config.json")
     return width

@@ -17,12 +17,12 @@ from dstrain.recipe import ConfigError
 Precision = Literal["fp32", "tf32", "bf16"]
 
 
-def choose_dtype(precision: Precision) -> torch.dtype:
+def choose_weight_dtype(precision: Precision) -> torch.dtype:
     """Returns the dtype of weights for a precision: bfloat16 for bf16, float32 for fp32 and tf32."""
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def choose_precision() -> Precision:
+def choose_default_precision() -> Precision:
     """Returns the default precision on this machine: tf32 if it has a GPU that supports it, else fp32."""
     return "tf32" if torch.cuda.is_available() and torch.cuda.is_tf32_supported() else "fp32"
 
@@ -31,7 +31,7 @@ def find_precision_problem(precision: Precision | None, key: str) -> str | None:
     """Returns an error message if this machine cannot compute in `precision`. Returns None if it can, or if `precision`
     is None (the machine's default). key: the option or key with which the message begins.
     """
-    if precision != "tf32" or choose_precision() == "tf32":
+    if precision != "tf32" or choose_default_precision() == "tf32":
         return None
     return (
         f"{key}: tf32 needs a GPU that has it, such as NVIDIA's since Ampere, and this machine has none; take "
@@ -39,7 +39,7 @@ def find_precision_problem(precision: Precision | None, key: str) -> str | None:
     )
 
 
-def require_precision(precision: Precision) -> None:
+def require_supported_precision(precision: Precision) -> None:
     """Raises ConfigError if this machine cannot compute in `precision`, the value of the option --precision."""
     if text := find_precision_problem(precision, "--precision tf32"):
         raise ConfigError(text)
@@ -65,4 +65,4 @@ def cast_weights(network: nn.Module, precision: Precision) -> None:
     before this call, since its weights change.
     """
     for weight in network.parameters():
-        weight.data = weight.data.to(choose_dtype(precision))
+        weight.data = weight.data.to(choose_weight_dtype(precision))

@@ -17,7 +17,13 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.joined_text import open_text_encoder
-from dstrain.encoders.text import TextEncoder, describe_cut, encode_distinct_texts, load_text_encoder, unpack_captions
+from dstrain.encoders.text import (
+    TextEncoder,
+    describe_truncated_texts,
+    encode_distinct_texts,
+    load_text_encoder,
+    unpack_captions,
+)
 from dstrain.recipe import ConfigError, Section, mark_filled_in
 
 NAMES = ("words", "text_encodings", "text_mask")
@@ -85,23 +91,23 @@ class ReadsTexts(Section):
                 "said; give its hidden size, for example 768 for google/t5-v1_1-base"
             )
 
-    def require_matching_cache(self, text: tuple[int, int] | None, text_encoder: str | None) -> None:
+    def require_matching_cached_texts(self, text_shape: tuple[int, int] | None, text_encoder: str | None) -> None:
         """Raises ConfigError if the text encodings in data.path differ from the model's fields in width, number of
         tokens or encoder.
 
-        text          (tokens, width) of the encodings in data.path; None: there are none.
+        text_shape    (tokens, width) of the encodings in data.path; None: there are none.
         text_encoder  the fingerprint of their encoder; None: it is not known.
         """
         width, fingerprint = self.text_encodings_dim, self.text_encoder_fingerprint
-        if text is not None and width not in (None, text[1]):
+        if text_shape is not None and width not in (None, text_shape[1]):
             raise ConfigError(
-                f"text_encodings_dim {width}: the encodings in data.path are {text[1]} wide; set "
-                f"model.text_encodings_dim={text[1]}, or encode with another text encoder"
+                f"text_encodings_dim {width}: the encodings in data.path are {text_shape[1]} wide; set "
+                f"model.text_encodings_dim={text_shape[1]}, or encode with another text encoder"
             )
-        if text is not None and width is not None and text[0] != self.max_text_len:
+        if text_shape is not None and width is not None and text_shape[0] != self.max_text_len:
             raise ConfigError(
-                f"max_text_len {self.max_text_len}: the encodings in data.path are of {text[0]} "
-                f"tokens, and prompts would be cut elsewhere; set model.max_text_len={text[0]}, or "
+                f"max_text_len {self.max_text_len}: the encodings in data.path are of {text_shape[0]} "
+                f"tokens, and prompts would be cut elsewhere; set model.max_text_len={text_shape[0]}, or "
                 f"encode with --max-text-len {self.max_text_len}"
             )
         if width is not None and fingerprint is not None and text_encoder not in (None, fingerprint):
@@ -172,7 +178,7 @@ class Reader:
             raise ConfigError(f"data: there are no captions, and the model reads texts: {config.no_captions}")
         # Captions are on the host, which reads them; the inputs go to the device of the rest of the batch.
         device = batch.get("key", batch["caption"]).device
-        inputs = self._hash_or_encode(unpack_captions(batch["caption"]), device)
+        inputs = self._hash_or_encode_texts(unpack_captions(batch["caption"]), device)
         return {name: copy_to_device(value, device) for name, value in inputs.items()}
 
     def make_text_inputs(self, texts: list[str]) -> TextInputs:
@@ -188,7 +194,7 @@ class Reader:
         if not row_of.keys() >= set(texts):
             distinct, cpu = list(dict.fromkeys(texts)), torch.device("cpu")
             row_of = {text: row for row, text in enumerate(distinct)}
-            inputs = encode_distinct_texts(distinct, lambda some: self._hash_or_encode(some, cpu))
+            inputs = encode_distinct_texts(distinct, lambda some: self._hash_or_encode_texts(some, cpu))
             self._last = (row_of, inputs) if len(row_of) <= _REMEMBERED else ({}, {})
             if self._has_cached_encodings:
                 self.encoder = None
@@ -232,7 +238,7 @@ class Reader:
         Raises ConfigError if the tokenizer makes no token of an empty text.
         """
         if not self._empty:
-            self._empty = self._hash_or_encode([""], torch.device("cpu"))
+            self._empty = self._hash_or_encode_texts([""], torch.device("cpu"))
             if self._has_cached_encodings:
                 self.encoder = None
             if not self._empty["text_mask"].any():
@@ -244,40 +250,40 @@ class Reader:
             self._empty = {name: copy_to_device(value, device) for name, value in self._empty.items()}
         return self._empty
 
-    def _hash_or_encode(self, texts: list[str], device: torch.device) -> TextInputs:
+    def _hash_or_encode_texts(self, texts: list[str], device: torch.device) -> TextInputs:
         """Returns the text inputs of N texts, (N, ...) each: ids of hashed words, on the CPU, or encodings computed on
         `device`.
         """
         if self.config.text_encodings_dim is None:
             return {"words": hash_words(texts, self.config.num_words, self.config.max_text_len)}
-        return self.make_batch_inputs(select_text_inputs(self._get_encoder().to(device).encode(texts)))
+        return self.make_batch_inputs(select_text_inputs(self._get_or_load_encoder().to(device).encode(texts)))
 
-    def make_fingerprint_suffix(self) -> str:
+    def make_text_encoder_suffix(self) -> str:
         """Returns " text_encoder=HASH", to be added to the fingerprint of the data, if captions are encoded while the
         model trains; "" if they are not.
         """
         reads = (
             self.config.text_encodings_dim is not None and not self._has_cached_encodings and self.config.reads_texts
         )
-        return f" text_encoder={self._get_encoder().fingerprint()}" if reads else ""
+        return f" text_encoder={self._get_or_load_encoder().compute_fingerprint()}" if reads else ""
 
-    def describe_cut(self, texts: list[str], what: str) -> str:
+    def describe_cut(self, texts: list[str], noun: str) -> str:
         """Returns a line for the user: how many texts are truncated, and how many tokens or words are left out. Returns
-        "" if no text is truncated, or if the model reads no texts. what: the word for the texts in this line, such as
+        "" if no text is truncated, or if the model reads no texts. noun: the word for the texts in this line, such as
         prompts.
         """
         if not self.config.reads_texts:
             return ""
         if self.config.text_encodings_dim is not None:
-            return self._get_encoder().describe_cut(texts, what)
-        return describe_cut(map(len, map(split_words, texts)), self.config.max_text_len, what, "words")
+            return self._get_or_load_encoder().describe_cut(texts, noun)
+        return describe_truncated_texts(map(len, map(split_words, texts)), self.config.max_text_len, noun, "words")
 
     @property
     def _has_cached_encodings(self) -> bool:
         """Returns whether the training data hold text encodings, computed before."""
         return self.config.cached_text is not None
 
-    def _get_encoder(self) -> TextEncoder:
+    def _get_or_load_encoder(self) -> TextEncoder:
         """Returns the text encoder, which the first call loads. Raises ConfigError if the recipe names none, if it
         cannot be loaded, or if its fingerprint differs from the recipe's.
         """

@@ -19,7 +19,14 @@ from torch import Tensor, nn
 
 from dstrain.distributed.group import copy_to_device
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, read_config, read_json, read_network, read_pretrained, reword_loading_errors
+from dstrain.encoders.frozen import (
+    Frozen,
+    load_network,
+    load_pretrained,
+    read_config,
+    read_encoder_json,
+    reword_loading_errors,
+)
 from dstrain.recipe import ConfigError
 
 CONTENT = "config.json, *.safetensors and the tokenizer's files"  # of an encoder's folder
@@ -38,9 +45,9 @@ class TextEncoder(Frozen):
 
     def __init__(self, path: str, max_length: int | None = None) -> None:
         super().__init__()
-        self.model, self.projection, self.tokenizer = _load_encoder(path)
+        self.model, self.projection, self.tokenizer = _load_encoder_and_tokenizer(path)
         self.pooling = _read_pooling(path) if self.projection is None else "projection"
-        set_padding(self.tokenizer, path)
+        set_padding_to_end(self.tokenizer, path)
         self.eval().requires_grad_(False)
         config = self.model.config
         longest = min(getattr(config, "max_position_embeddings", None) or 256, 256)  # T5 has no such bound
@@ -50,7 +57,7 @@ class TextEncoder(Frozen):
         self.encodings_dim = config.hidden_size
         self.embed_dim = config.hidden_size if self.projection is None else self.projection.out_features
 
-    def fingerprint(self) -> str:
+    def compute_fingerprint(self) -> str:
         """Returns a hash of what decides the embeddings: the class of the network, its weights, and its pooling. 32
         hexadecimal digits.
         """
@@ -61,11 +68,11 @@ class TextEncoder(Frozen):
         """Returns the number of tokens of each caption before truncation, tokens of beginning and end included."""
         return [len(ids) for ids in self.tokenizer(captions, verbose=False)["input_ids"]]
 
-    def describe_cut(self, captions: list[str], what: str) -> str:
+    def describe_cut(self, captions: list[str], noun: str) -> str:
         """Returns a line for the user: how many captions are truncated, and how many tokens are left out. Returns "" if
-        no caption is truncated. what: the word for the captions in this line, such as prompts.
+        no caption is truncated. noun: the word for the captions in this line, such as prompts.
         """
-        return describe_cut(self.count_tokens(captions), self.max_length, what)
+        return describe_truncated_texts(self.count_tokens(captions), self.max_length, noun)
 
     @torch.no_grad()
     def encode(self, captions: list[str]) -> dict[str, Tensor]:
@@ -96,16 +103,16 @@ class TextEncoder(Frozen):
 def load_text_encoder(
     path: str | None,
     max_length: int | None = None,
-    expected: str | None = None,
+    expected_fingerprint: str | None = None,
     open_encoder: Callable[[str, int | None], TextEncoder] = TextEncoder,
 ) -> TextEncoder:
     """Returns the text encoder at `path`. Raises ConfigError if `path` is None, or if the encoder's fingerprint is not
-    `expected`.
+    `expected_fingerprint`.
 
-    path          the value of model.text_encoder: a folder or a name on the hub.
-    max_length    how many tokens are read of a text; None: the encoder's usual number.
-    expected      the fingerprint that the encoder must have; None: any.
-    open_encoder  is called with path and max_length, and returns the encoder.
+    path                  the value of model.text_encoder: a folder or a name on the hub.
+    max_length            how many tokens are read of a text; None: the encoder's usual number.
+    expected_fingerprint  the fingerprint that the encoder must have; None: any.
+    open_encoder          is called with path and max_length, and returns the encoder.
     """
     if path is None:
         raise ConfigError(
@@ -113,10 +120,10 @@ def load_text_encoder(
             "that the data were encoded with (generate: --text-encoder)"
         )
     encoder = open_encoder(path, max_length)
-    if expected is not None and (loaded := encoder.fingerprint()) != expected:
+    if expected_fingerprint is not None and (loaded := encoder.compute_fingerprint()) != expected_fingerprint:
         raise ConfigError(
-            f"model.text_encoder: {path} is the encoder {loaded}, the encodings of the data are of {expected} "
-            "(text_encoder_fingerprint); name the one of the data"
+            f"model.text_encoder: {path} is the encoder {loaded}, the encodings of the data are of "
+            f"{expected_fingerprint} (text_encoder_fingerprint); name the one of the data"
         )
     return encoder
 
@@ -132,13 +139,13 @@ def encode_distinct_texts(texts: list[str], encode: Callable[[list[str]], dict[s
     return {name: torch.cat([part[name] for part in parts])[rows] for name in parts[0]}
 
 
-def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "tokens") -> str:
+def describe_truncated_texts(lengths: Iterable[int], longest: int, noun: str, unit: str = "tokens") -> str:
     """Returns a line for the user: how many texts are truncated, and how many units are left out. Returns "" if no text
     is truncated.
 
     lengths  the length of each text, in units.
     longest  how many units of a text are read.
-    what     the word for the texts in this line, such as prompts.
+    noun     the word for the texts in this line, such as prompts.
     unit     the word for a unit, such as tokens.
     """
     lengths = list(lengths)
@@ -146,7 +153,7 @@ def describe_cut(lengths: Iterable[int], longest: int, what: str, unit: str = "t
     if not cut:
         return ""
     return (
-        f"{what}: {len(cut):,} of {len(lengths):,} are cut: {longest} {unit} of a text are read, and they have up to "
+        f"{noun}: {len(cut):,} of {len(lengths):,} are cut: {longest} {unit} of a text are read, and they have up to "
         f"{longest + max(cut)}; {sum(cut):,} {unit} are left out"
     )
 
@@ -158,7 +165,7 @@ def unpack_captions(packed: Tensor) -> list[str]:
     return [bytes(row).rstrip(b"\0").decode("utf-8", "replace") for row in packed.cpu().numpy()]
 
 
-def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
+def _load_encoder_and_tokenizer(path: str) -> tuple[nn.Module, nn.Module | None, object]:
     """Returns the text encoder at `path`, CLIP's projection layer (None for other encoders), and the tokenizer. Raises
     ConfigError if they cannot be loaded.
     """
@@ -177,7 +184,7 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
     with reword_loading_errors("text encoder", "model.text_encoder", path, CONTENT):
         config = read_config(path)
         kind = kinds.get(config.model_type, AutoModel)
-        model, tokenizer = read_network(kind, path, config), read_pretrained(AutoTokenizer, path)
+        model, tokenizer = load_network(kind, path, config), load_pretrained(AutoTokenizer, path)
         if not isinstance(tokenizer, PreTrainedTokenizerBase):
             raise ValueError(f"tokenizer_config.json makes its tokenizer a {type(tokenizer).__name__}")
         if kind is T5EncoderModel or (kind is AutoModel and model.config.is_encoder_decoder):
@@ -187,7 +194,7 @@ def _load_encoder(path: str) -> tuple[nn.Module, nn.Module | None, object]:
         return model.text_model, model.text_projection, tokenizer
 
 
-def load_t5(path: str) -> tuple[nn.Module, Any]:
+def load_t5_and_tokenizer(path: str) -> tuple[nn.Module, Any]:
     """Returns the T5 encoder at `path`, and its tokenizer. An exported pipeline of PixArt contains both. Raises
     ConfigError if there is no T5.
     """
@@ -197,12 +204,12 @@ def load_t5(path: str) -> tuple[nn.Module, Any]:
         config = read_config(path)
         if config.model_type != "t5":
             raise ValueError(f"its model_type is {config.model_type}, and PixArt's pipeline reads texts by T5")
-        model, tokenizer = read_network(T5EncoderModel, path, config), read_pretrained(AutoTokenizer, path)
-    set_padding(tokenizer, path)
+        model, tokenizer = load_network(T5EncoderModel, path, config), load_pretrained(AutoTokenizer, path)
+    set_padding_to_end(tokenizer, path)
     return model, tokenizer
 
 
-def set_padding(tokenizer: Any, path: str) -> None:
+def set_padding_to_end(tokenizer: Any, path: str) -> None:
     """Makes a tokenizer pad short texts at their end, with its pad_token or else its eos_token. Raises ConfigError if
     it has neither. path: the tokenizer's folder or hub name, for the message.
     """
@@ -221,14 +228,14 @@ def _read_pooling(path: str) -> str:
     first state. Returns "mean" if the encoder's folder does not say. Raises ConfigError for another pooling, or if a
     layer follows that is not read here.
     """
-    for module in read_json("model.text_encoder", path, "modules.json") or []:
+    for module in read_encoder_json("model.text_encoder", path, "modules.json") or []:
         kind = str(module.get("type", "")).rpartition(".")[2]
         if kind not in ("Transformer", "Pooling", "Normalize"):
             raise ConfigError(
                 f"model.text_encoder: {path} ends with a layer of kind {kind} (modules.json), which is not "
                 "read here; take an encoder without it"
             )
-    config = read_json("model.text_encoder", path, "1_Pooling/config.json")
+    config = read_encoder_json("model.text_encoder", path, "1_Pooling/config.json")
     if config is None:
         return "mean"
     modes = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain.data.builtin import moving
-from dstrain.data.builtin.fashion import FASHION, find_shades, list_captions
+from dstrain.data.builtin.fashion import FASHION, classify_shades, list_captions
 from dstrain.encoders import emoji
 from dstrain.encoders.precision import use_precision
-from dstrain.metrics.clips import average_channels, classify_motions, crop_items
+from dstrain.metrics.clips import average_channels, classify_motions, crop_around_items
 from dstrain.metrics.network import Features, convert_to_rgb, count_true_by_class
 from dstrain.nn.classifier import BUILTIN, FILE, Classifier
 from dstrain.recipe import ConfigError
@@ -60,11 +60,11 @@ class Builtin(Features):
         with use_precision("fp32"):
             if images.ndim == 4:
                 return self._network(convert_to_classifier_input(images))
-            features, logits = self._network(crop_items(average_channels(images).flatten(0, 1)))
+            features, logits = self._network(crop_around_items(average_channels(images).flatten(0, 1)))
         clips, frames = images.shape[:2]
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
-    def require_captions(self, captions: Sequence[str], clips: bool = True) -> None:
+    def require_countable_captions(self, captions: Sequence[str], clips: bool = True) -> None:
         """Raises ConfigError if one of the captions does not occur in the built-in clips or, with clips=False, in the
         built-in images.
         """
@@ -75,20 +75,20 @@ class Builtin(Features):
                 f"{next(iter(known))!r}: ask for those, or leave out the metric accuracy"
             )
 
-    def count_correct(
+    def count_correct_by_class(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
         """Counts correct images by the items that their captions name. Returns float64 (4, classes of items): the
         numbers of images that show all that the caption says, of all images, of images with the right item, and of
         images with the right motion (clips) or shade (images). Sets `parts` to the names of the last two rows.
 
-        Images with labels, or without captions, are counted by Features.count_correct instead. Raises ConfigError for a
-        caption that the built-in data do not have.
+        Images with labels, or without captions, are counted by Features.count_correct_by_class instead. Raises
+        ConfigError for a caption that the built-in data do not have.
         """
         clips = images.ndim == 5
         if captions is None or (labels is not None and not clips):
-            return super().count_correct(images, logits, labels, captions)
-        self.require_captions(captions, clips)
+            return super().count_correct_by_class(images, logits, labels, captions)
+        self.require_countable_captions(captions, clips)
         known = moving.list_captions() if clips else list_captions()
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
         item = logits.argmax(1) == labels
@@ -96,7 +96,9 @@ class Builtin(Features):
         if clips:
             second = classify_motions(average_channels(images.to(logits.device))) == asked
         else:
-            second = find_shades((255 * convert_to_classifier_input(images.to(logits.device))[:, 0]).round()) == asked
+            second = (
+                classify_shades((255 * convert_to_classifier_input(images.to(logits.device))[:, 0]).round()) == asked
+            )
         return count_true_by_class(labels, len(FASHION), item & second, torch.ones_like(item), item, second)
 
 
@@ -118,7 +120,7 @@ class Emoji(Features):
         """Returns the embeddings, float32 (N, D), of the names of built-in emoji. Raises ConfigError if one of the
         captions is no such name.
         """
-        embeds = emoji.read_text_embeds(captions)
+        embeds = emoji.look_up_text_embeds(captions)
         if embeds is None:
             raise ConfigError(
                 "--features emoji: it knows the names of the built-in emoji alone, and one of these "

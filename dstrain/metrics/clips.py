@@ -27,7 +27,7 @@ def average_channels(videos: Tensor) -> Tensor:
     return videos.float().mean(2) / 255
 
 
-def crop_items(frames: Tensor, side: int = 28) -> Tensor:
+def crop_around_items(frames: Tensor, side: int = 28) -> Tensor:
     """Crops each frame, float32 (N, H, W), to a square around the item that it shows. Resizes this to the input of the
     built-in classifier: float32 (N, 1, side, side). The square is centred between the item's edges; its side is 28/32
     of two thirds of the frame's shorter side.
@@ -36,7 +36,7 @@ def crop_items(frames: Tensor, side: int = 28) -> Tensor:
     shown = 2 * min(height, width) // 3 * 28 / 32  # pixels
     steps = (torch.arange(side, device=frames.device) + 0.5) / side - 0.5  # (side,)
     axes = [
-        2 * (_find_item_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
+        2 * (_compute_item_middle(frames.sum(dim))[:, None] + shown * steps) / length - 1
         for dim, length in ((1, width), (2, height))
     ]  # x and y: (N, side) each
     grid = torch.stack((axes[0][:, None, :].expand(-1, side, -1), axes[1][:, :, None].expand(-1, -1, side)), -1)
@@ -54,7 +54,7 @@ def classify_motions(videos: Tensor) -> Tensor:
     height, width = videos.shape[-2:]
     free = min(height, width) - 2 * min(height, width) // 3
     places = torch.stack(
-        [_find_brightness_centre(videos.sum(2)), _find_brightness_centre(videos.sum(3))], -1
+        [_compute_brightness_centre(videos.sum(2)), _compute_brightness_centre(videos.sum(3))], -1
     )  # (N, T, 2): x, y in pixels
     paths = places.diff(dim=1).abs().sum(1)  # (N, 2)
     net = places[:, -1] - places[:, 0]
@@ -67,14 +67,14 @@ def classify_motions(videos: Tensor) -> Tensor:
     return torch.where(still | ~places.isfinite().all(2).all(1), NO_MOTION, result)
 
 
-def _find_brightness_centre(profile: Tensor) -> Tensor:
+def _compute_brightness_centre(profile: Tensor) -> Tensor:
     """Returns the centre of brightness, in pixels along the last axis, of brightness profiles (..., L): (...,). It is
     NaN for a profile of zeros.
     """
     return (profile * (torch.arange(profile.shape[-1], device=profile.device) + 0.5)).sum(-1) / profile.sum(-1)
 
 
-def _find_item_middle(profile: Tensor) -> Tensor:
+def _compute_item_middle(profile: Tensor) -> Tensor:
     """Returns the point halfway between the edges of the item, in pixels (N,), from the brightness (N, L) along one
     axis. It is L / 2 if all values are 0.
     """
@@ -89,7 +89,7 @@ def _find_item_middle(profile: Tensor) -> Tensor:
     return (edges[0] + edges[1]) / 2
 
 
-def choose_story_conditions(seeds: Tensor) -> tuple[Tensor, Tensor]:
+def choose_story_items_and_motions(seeds: Tensor) -> tuple[Tensor, Tensor]:
     """Chooses a story, a clip of several scenes, for each seed (N,). Returns int64 (N,), the item that it shows (the
     seed modulo the number of items), and int64 (N, SCENES), the motion in each scene. The scenes of a story have
     different motions.

@@ -26,7 +26,7 @@ class Compared:
     place: str | None = None  # its name; None: nothing is compared
     identity: object = None  # another one where the images may be others
 
-    def read_statistics(self, collect: Collect) -> dict[str, Statistics]:
+    def collect_missing_statistics(self, collect: Collect) -> dict[str, Statistics]:
         """Returns {network's name: statistics of the reference}: those of its file and, if the reference has images,
         those that `collect(images, networks)` returns. If both have mean and covariance, takes those of the file; if
         both have features, takes those of `collect`.
@@ -45,13 +45,13 @@ class Compared:
         return statistics
 
 
-def open_reference(path: Path, networks: dict[str, Features], kept: int, upright: bool = True) -> Compared:
+def open_reference(path: Path, networks: dict[str, Features], max_features: int, upright: bool = True) -> Compared:
     """Opens the reference for metrics: a file of statistics, or a set of images. Opens images only if the file does not
     hold all statistics that the metrics need.
 
-    networks   {metric: its network}
-    kept       the most features of a set that the metrics kid, pr and dc compare
-    upright    as data.upright: whether images are turned and mirrored as their EXIF data say
+    networks       {metric: its network}
+    max_features   the most features of a set that the metrics kid, pr and dc compare
+    upright        as data.upright: whether images are turned and mirrored as their EXIF data say
 
     Raises ConfigError if the path cannot be read, if the file was made with other weights, if it has neither the
     statistics that the metrics need nor images, or if it has too few images for them.
@@ -73,20 +73,20 @@ def open_reference(path: Path, networks: dict[str, Features], kept: int, upright
         if "kept" in table.METRICS[name].needs:
             known = images if name in lacking else statistics[network.name].kept
             assert known is not None
-            table.require_enough_for_neighbours((name,), min(len(known), kept), f" of --reference {path}")
+            table.require_enough_for_neighbours((name,), min(len(known), max_features), f" of --reference {path}")
     status = path.stat()
     identity = [os.path.abspath(path), status.st_size, status.st_mtime_ns, upright]
     return Compared(statistics, images, {name: networks[name] for name in lacking}, str(path), identity)
 
 
-def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], kept: int) -> Compared:
+def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], max_features: int) -> Compared:
     """Opens the reference that the recipe names as samples.reference, for a run on `data`. A path to an .npz, .pkl or
     .zip file is opened by `open_reference`; any other as data.path would be, with images cropped and resized as in
     training.
 
-    place      samples.reference of the recipe
-    networks   {metric: its network}
-    kept       the most features of a set that the metrics kid, pr and dc compare
+    place          samples.reference of the recipe
+    networks       {metric: its network}
+    max_features   the most features of a set that the metrics kid, pr and dc compare
 
     Raises ConfigError if no metric compares with a reference, or if the reference cannot be read, holds no pixels, or
     has too few images for the metrics.
@@ -96,14 +96,14 @@ def open_recipe_reference(place: str, data: Data, networks: dict[str, Features],
         raise ConfigError(f"{key}: none of samples.metrics compares with it: leave it out")
     if path.endswith((*reference.SUFFIXES, ".zip")) and (os.path.isfile(path) or not os.path.exists(path)):
         with reword_errors(options={"--reference ": "samples.reference="}):
-            return open_reference(Path(path), networks, kept, data.upright)
+            return open_reference(Path(path), networks, max_features, data.upright)
     names = ("image_size", "height", "num_frames", "channels", "draft", "upright")
     shape = {name: getattr(data, name) for name in names}
     section = Data(path=path, flip=False, frame_stride=data.frame_stride, index=data.index, cache=data.cache, **shape)
     with reword_errors(options={"data.path=": "samples.reference="}):
-        source = open_sources(section)[0].make_square_view()
-    if not {"image", "video"} & source.read_first().keys():
+        source = open_sources(section)[0].make_single_shape_view()
+    if not {"image", "video"} & source.read_first_readable().keys():
         raise ConfigError(f"{key} holds no pictures: name those that its codes were made of, or statistics of them")
     table.require_enough_images(len(source), f"{key}: ")
-    table.require_enough_for_neighbours(networks, min(len(source), kept), f" of {key}")
+    table.require_enough_for_neighbours(networks, min(len(source), max_features), f" of {key}")
     return Compared({}, Sourced(source), networks, place, source.compute_fingerprint())

@@ -17,7 +17,7 @@ _ROWS = 512  # of a matrix of distances at a time
 _SEED = 2020  # of the choices below, torch-fidelity's
 
 
-def measure_frechet(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
+def compute_frechet_distance(mean: Tensor, covariance: Tensor, other_mean: Tensor, other_covariance: Tensor) -> float:
     """Returns the squared Frechet distance between two Gaussians (Dowson & Landau 1982), from their float64 means (D,)
     and covariances (D, D).
 
@@ -36,7 +36,7 @@ def _factor_covariance(covariance: Tensor) -> Tensor:
     return vectors[:, real] * values[real].sqrt()
 
 
-def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:
+def compute_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: int = 1000) -> tuple[float, float]:
     """Returns the kernel distance (KID, Binkowski et al. 2018) between features float32 (N, D) and (M, D): its mean and
     its standard deviation over random subsets.
 
@@ -50,12 +50,12 @@ def measure_kid(features: Tensor, reference: Tensor, subsets: int = 100, size: i
         chosen = [torch.from_numpy(random.choice(len(rows), size, replace=False)) for rows in (features, reference)]
         if number % group.world() == group.rank():
             x, y = features[chosen[0].to(features.device)], reference[chosen[1].to(reference.device)]
-            values[number] = _average_kernel(x, x) + _average_kernel(y, y) - 2 * _average_kernel(x, y)
+            values[number] = _average_kid_kernel(x, x) + _average_kid_kernel(y, y) - 2 * _average_kid_kernel(x, y)
     values = group.sum_over_ranks(values)
     return values.mean().item(), values.std(correction=0).item()
 
 
-def _average_kernel(x: Tensor, y: Tensor) -> Tensor:
+def _average_kid_kernel(x: Tensor, y: Tensor) -> Tensor:
     """Returns the mean of the kernel (x y / D + 1)^3 over all pairs of a row of x (N, D) and a row of y (M, D), a
     float64 scalar. If x and y are the same tensor, pairs of a row with itself are left out.
     """
@@ -83,11 +83,11 @@ def measure_manifold_overlap(
         return dict.fromkeys(("precision", "recall", "density", "coverage"), math.nan)
     center = reference.mean(0)  # distances lose no digits to what all features share
     features, reference = features - center, reference - center
-    own = _find_squared_radii(features, (neighbours,))[0]
-    other, wide = _find_squared_radii(reference, (neighbours, near))  # squared, as all distances here
+    own = _compute_squared_radii(features, (neighbours,))[0]
+    other, wide = _compute_squared_radii(reference, (neighbours, near))  # squared, as all distances here
     inside = torch.zeros(3, dtype=torch.float64, device=features.device)  # in precision, in density; covered
     recalled, nearest = torch.zeros_like(other), torch.full_like(other, math.inf)
-    for rows in _list_own_rows(len(features)):
+    for rows in _list_row_slices_of_rank(len(features)):
         squares = _compute_squared_distances(features[rows], reference)  # (rows, M)
         inside[0] += (squares <= other).any(1).sum()
         inside[1] += (squares <= wide).sum()
@@ -103,7 +103,7 @@ def measure_manifold_overlap(
     }
 
 
-def _list_own_rows(count: int) -> list[slice]:
+def _list_row_slices_of_rank(count: int) -> list[slice]:
     """Returns this rank's share of `count` rows, as slices of at most 512 rows each."""
     return [
         slice(begin, min(begin + _ROWS, count)) for begin in range(group.rank() * _ROWS, count, _ROWS * group.world())
@@ -117,12 +117,12 @@ def _compute_squared_distances(x: Tensor, y: Tensor) -> Tensor:
     return products.mul_(-2).add_(x.square().sum(1)[:, None]).add_(y.square().sum(1)).clamp_(min=0)
 
 
-def _find_squared_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
+def _compute_squared_radii(features: Tensor, neighbours: tuple[int, ...]) -> Tensor:
     """Returns (len(neighbours), N): for each n in `neighbours`, the squared distance from each row of `features` (N, D)
     to its n-th nearest other row. Each rank computes its share of the rows; all ranks must call it.
     """
     radii = torch.zeros(len(neighbours), len(features), device=features.device)
-    for rows in _list_own_rows(len(features)):
+    for rows in _list_row_slices_of_rank(len(features)):
         smallest = (
             _compute_squared_distances(features[rows], features).topk(max(neighbours) + 1, largest=False).values
         )  # itself first

@@ -13,7 +13,8 @@
     builtin              the classifier in this package, for the built-in clothes
     emoji                the image tower in this package, for pictures of the built-in emoji's names
 
-Nothing is downloaded: if a file or folder is absent, `open_features` raises a ConfigError that says where to get it.
+Nothing is downloaded: if a file or folder is absent, `open_feature_network` raises a ConfigError that says where
+to get it.
 """
 
 from pathlib import Path
@@ -47,29 +48,29 @@ _TOWERS = {
 }
 
 
-def require_known_kind(words: str) -> None:
-    """Raises ConfigError if `words`, KIND:PATH or the name of a built-in network, begins with an unknown kind of
-    network. The path is not checked.
+def require_known_network_kind(network_name: str) -> None:
+    """Raises ConfigError if the name of a network, KIND:PATH or that of a built-in one, begins with an unknown kind.
+    The path is not checked.
     """
-    if words not in BUILT_IN and words.partition(":")[0] not in SOURCES:
+    if network_name not in BUILT_IN and network_name.partition(":")[0] not in SOURCES:
         known = (*BUILT_IN, *(f"{name}:PATH" for name in SOURCES))
-        raise ConfigError(f"--features {words}: known are {', '.join(known)}")
+        raise ConfigError(f"--features {network_name}: known are {', '.join(known)}")
 
 
-def open_features(words: str, device: torch.device | None = None) -> Features:
-    """Opens the network that `words` names, such as inception:FILE or builtin, on a device (None: the rank's device).
+def open_feature_network(network_name: str, device: torch.device | None = None) -> Features:
+    """Opens a network by its name, such as inception:FILE or builtin, on a device (None: the rank's device).
 
     Raises ConfigError if the kind is unknown, if the path does not exist, or if the file holds another network.
     """
-    require_known_kind(words)
-    kind, _, path = words.partition(":")
+    require_known_network_kind(network_name)
+    kind, _, path = network_name.partition(":")
     device = device or group.device()
-    if words in BUILT_IN:
-        return BUILT_IN[words](device)
+    if network_name in BUILT_IN:
+        return BUILT_IN[network_name](device)
     path, folder = Path(path).expanduser(), SOURCES[kind].startswith("a folder")
     if not (path.is_dir() if folder else path.is_file()):
         raise ConfigError(
-            f"--features {words}: there is no such {'folder' if folder else 'file'}; get "
+            f"--features {network_name}: there is no such {'folder' if folder else 'file'}; get "
             f"{SOURCES[kind]}, and give its path"
         )
     return inception.open_inception(kind, path, device) if kind in inception.KINDS else _TOWERS[kind](path, device)

@@ -47,7 +47,7 @@ class Images(ABC):
     def iterate_batches(self, size: int) -> Iterator[Batch]:
         """Yields this rank's share of the set in batches of at most `size` images."""
 
-    def list_unreadable(self) -> dict[str, str]:
+    def get_unreadable_reasons(self) -> dict[str, str]:
         """Returns {name: reason} of the images that this rank could not read so far. It took other images in their
         place.
         """
@@ -59,7 +59,7 @@ class ImagesWithFirstBatch(Images):
 
     def __init__(self, images: Images, size: int) -> None:
         self.captions, self._length, self._size = images.captions, len(images), size
-        self._rest, self.list_unreadable = images.iterate_batches(size), images.list_unreadable
+        self._rest, self.get_unreadable_reasons = images.iterate_batches(size), images.get_unreadable_reasons
         self.first = next(self._rest, None)  # None: this rank has no images
 
     def __len__(self) -> int:
@@ -75,7 +75,7 @@ class ImagesWithFirstBatch(Images):
         yield from self._rest
 
 
-def _iterate_own_ranges(count: int, size: int) -> Iterator[range]:
+def _iterate_ranges_of_rank(count: int, size: int) -> Iterator[range]:
     """Yields this rank's share of the indices 0 to `count` - 1, as ranges of at most `size` indices."""
     for begin in range(group.rank() * size, count, size * group.world()):
         yield range(begin, min(begin + size, count))
@@ -154,7 +154,7 @@ class Files(Images):
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
         archive = zipfile.ZipFile(self.archive) if self.archive else None
-        for turn in _iterate_own_ranges(len(self), size):
+        for turn in _iterate_ranges_of_rank(len(self), size):
             images = []
             for name in (self.names[number] for number in turn):
                 with _convert_read_errors(self.path / name, self.option):
@@ -183,7 +183,7 @@ class Arrays(Images):
             if "arr_0" not in self.names:
                 raise KeyError("it has no arr_0")
             others = {name: file[name] for name in ("arr_1", "prompts") if name in self.names}
-        with self._open_stream() as (_, shape):
+        with self._open_pixel_stream() as (_, shape):
             self.shape = shape
         for name, values in others.items():
             if values.ndim and len(values) != len(self):
@@ -198,7 +198,7 @@ class Arrays(Images):
         return self.shape[0]
 
     @contextmanager
-    def _open_stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
+    def _open_pixel_stream(self) -> Iterator[tuple[BinaryIO, tuple[int, ...]]]:
         """Opens the array arr_0 within the block. Yields (stream, shape): a stream that begins at the first pixel, so
         that images can be read one after another, and the shape of the array. Raises ValueError if arr_0 is no
         C-ordered uint8 array of images or clips with 1 or 3 channels.
@@ -214,10 +214,10 @@ class Arrays(Images):
             yield stream, shape
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        with self._open_stream() as (stream, shape):
+        with self._open_pixel_stream() as (stream, shape):
             bytes_each = int(np.prod(shape[1:]))
             start = stream.tell()
-            for turn in _iterate_own_ranges(len(self), size):
+            for turn in _iterate_ranges_of_rank(len(self), size):
                 with _convert_read_errors(self.path, self.option):
                     stream.seek(start + turn[0] * bytes_each)
                     content = stream.read(len(turn) * bytes_each)
@@ -238,7 +238,7 @@ class Sourced(Images):
 
     def __init__(self, source: Source) -> None:
         self.source, self._unreadable = source, {}
-        self.key = next((key for key in ("image", "video") if key in source.read_first()), None)
+        self.key = next((key for key in ("image", "video") if key in source.read_first_readable()), None)
         if self.key is None:
             raise ConfigError(
                 "the data hold no pixels, but latents, tokens or embeddings: name a folder of the images "
@@ -248,11 +248,11 @@ class Sourced(Images):
     def __len__(self) -> int:
         return len(self.source)
 
-    def list_unreadable(self) -> dict[str, str]:
+    def get_unreadable_reasons(self) -> dict[str, str]:
         return self._unreadable
 
     def iterate_batches(self, size: int) -> Iterator[Batch]:
-        for turn in _iterate_own_ranges(len(self), size):
+        for turn in _iterate_ranges_of_rank(len(self), size):
             samples, bad = self.source.read_batch(torch.tensor(turn))
             self._unreadable.update(bad)
             captions = samples.get("caption")

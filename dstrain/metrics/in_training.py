@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dstrain.data.builtin.fashion import FASHION_PATH
 from dstrain.data.builtin.moving import MOVING
-from dstrain.data.open import find_original_path, open_builtin
+from dstrain.data.open import find_original_path, open_if_builtin
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
@@ -58,7 +58,7 @@ class Quality:
             )
         with reword_errors(options=_OPTIONS):
             self._networks = table.open_metric_networks(metrics, samples.features)
-        own = open_builtin(data, samples.metrics_split)
+        own = open_if_builtin(data, samples.metrics_split)
         if own is None and any(network.name == "builtin" for network in self._networks.values()):
             raise ConfigError(
                 f"samples.metrics: {', '.join(metrics)} by the built-in classifier is for the "
@@ -94,7 +94,7 @@ class Quality:
         has written into the run's folder, or computes them and writes this file. All ranks call it together.
         """
         get_phases().enter_phase("describing the data for every.metrics")
-        self._data = self._compared.read_statistics(partial(self._read_or_collect_statistics, folder))
+        self._data = self._compared.collect_missing_statistics(partial(self._read_or_collect_statistics, folder))
 
     def _read_or_collect_statistics(
         self, folder: Path, images: Images, compared: dict[str, Features]
@@ -131,18 +131,18 @@ class Quality:
             statistics = table.collect_statistics(images, compared, _BATCH, compared=True)
             if group.rank() == 0:
                 with suppress(ConfigError):  # a full disk: the next start describes them again
-                    reference.write_reference(path, statistics)
+                    reference.write_reference_statistics(path, statistics)
         return {name: _move_statistics_to_device(values) for name, values in statistics.items()}
 
-    def measure(self, nets: Nets, micro: int) -> dict[str, float]:
+    def measure(self, nets: Nets, max_batch: int) -> dict[str, float]:
         """Draws pictures with the networks `nets`, and measures them. Returns {metric: value}, the same on all ranks.
-        `micro` is the most pictures that a rank draws at a time. Leaves out values of single classes. All ranks call it
-        together.
+        `max_batch` is the most pictures that a rank draws at a time. Leaves out values of single classes. All ranks
+        call it together.
         """
         drawn = _Drawn(self, nets)
-        chunk = min(micro, -(-len(drawn) // group.world()))
+        chunk = min(max_batch, -(-len(drawn) // group.world()))
         measured = table.collect_statistics(drawn, self._networks, chunk, left_out=self._run.data.leave_out)
-        values = table.compute_figures(self._networks, measured, self._data)
+        values = table.compute_metrics(self._networks, measured, self._data)
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
     def score(self, figures: dict[str, float]) -> float | None:
@@ -193,23 +193,25 @@ def draw_batches(
             )
 
 
-def _open_own_reference(run: Run, compared: dict[str, Features], own: Source | None, source: Source | None) -> Compared:
+def _open_own_reference(
+    run: Run, compared: dict[str, Features], builtin: Source | None, source: Source | None
+) -> Compared:
     """Opens the run's own data as the reference of its metrics.
 
-    own      built-in pictures of the split; None if the data are not built-in
-    source   the data of the split, which are used, as square pictures, if `own` is None; None if no data are held out
+    builtin  built-in pictures of the split; None if the data are not built-in
+    source   the data of the split, which are used, in one shape, if `builtin` is None; None if no data are held out
 
-    Raises ConfigError if both are None, or if `own` is None and the data are cached codes instead of pictures.
+    Raises ConfigError if both are None, or if `builtin` is None and the data are cached codes instead of pictures.
     """
     data = run.data
-    if own is None and source is None:
+    if builtin is None and source is None:
         raise ConfigError(f"samples.metrics_split=held_out: {data.path} holds nothing out: write train")
-    if own is None and data.codes is not None:
+    if builtin is None and data.codes is not None:
         raise ConfigError(
             f"every.metrics={run.every.metrics}: {data.path} holds codes, and not the pictures to compare with: name "
             "those as samples.reference=FOLDER, or statistics of them as samples.reference=FILE.npz"
         )
-    chosen = own or source.make_square_view()
+    chosen = builtin or source.make_single_shape_view()
     return Compared({}, Sourced(chosen), compared, data.path, chosen.compute_fingerprint())
 
 
@@ -221,7 +223,7 @@ def _move_statistics_to_device(statistics: Statistics) -> Statistics:
     return statistics
 
 
-def build_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
+def build_training_metrics(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
     """Returns a Quality, which measures every.metrics; its `prepare_reference` is not called yet. Returns None if
     every.metrics is 0 or there is no metric.
 
@@ -256,12 +258,14 @@ def build_quality(run: Run, system: System, train: Source, unseen: Source | None
     return quality
 
 
-def build_and_prepare_quality(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns the Quality of `build_quality`, ready to measure; None if the run measures no metrics. Calls
+def build_and_prepare_training_metrics(
+    run: Run, system: System, train: Source, unseen: Source | None
+) -> Quality | None:
+    """Returns the Quality of `build_training_metrics`, ready to measure; None if the run measures no metrics. Calls
     `prepare_reference`, which may compute statistics of the whole reference. All ranks call it together. Raises
-    ConfigError if `build_quality` does.
+    ConfigError if `build_training_metrics` does.
     """
-    quality = build_quality(run, system, train, unseen)
+    quality = build_training_metrics(run, system, train, unseen)
     if quality is not None:
         quality.prepare_reference(run.directory)
     return quality

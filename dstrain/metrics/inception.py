@@ -60,7 +60,7 @@ def _list_block_c_convolutions(width: int) -> Convolutions:
     }
 
 
-def _list_blocks() -> dict[str, tuple[str, Convolutions]]:
+def _define_blocks() -> dict[str, tuple[str, Convolutions]]:
     """Returns {block: (pool, convolutions)} of Inception, in the network's order. The pools "mean" and "max" have
     stride 1 and keep the size; "halved" is the maximum with stride 2.
     """
@@ -122,7 +122,7 @@ class Convolution(nn.Module):
 
 
 class Block(nn.Module):
-    """One block of `_list_blocks`: (N, before, h, w) -> (N, width, h, w), half the size if `pool` is halved."""
+    """One block of `_define_blocks`: (N, before, h, w) -> (N, width, h, w), half the size if `pool` is halved."""
 
     def __init__(self, before: int, pool: str, convolutions: Convolutions) -> None:
         super().__init__()
@@ -156,8 +156,8 @@ class Inception(nn.Module):
         self.Conv2d_2b_3x3 = Convolution(32, 64, 3)
         self.Conv2d_3b_1x1 = Convolution(64, 80, 1)
         self.Conv2d_4a_3x3 = Convolution(80, 192, 3, padded=False)
-        width, self.blocks = 192, list(_list_blocks())
-        for name, (pool, convolutions) in _list_blocks().items():
+        width, self.blocks = 192, list(_define_blocks())
+        for name, (pool, convolutions) in _define_blocks().items():
             self.add_module(name, Block(width, pool, convolutions))
             width = getattr(self, name).width
         self.fc = nn.Linear(width, 1008)
@@ -227,7 +227,7 @@ class InceptionFeatures(Features):
         self._resize, self._middle = KINDS[kind]
         self.spatial = InceptionSpatial(self)
 
-    def prepare(self, images: Tensor) -> Tensor:
+    def prepare_images(self, images: Tensor) -> Tensor:
         """Converts images uint8 (N, C, h, w) to the network's input, float32 (N, 3, 299, 299) in about [-1, 1]."""
         images = convert_to_rgb(images).to(self._network.fc.weight.device).float()
         return self._resize(images) / self._middle - 1
@@ -235,7 +235,7 @@ class InceptionFeatures(Features):
     @torch.no_grad()
     def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
         with use_precision("fp32"):
-            features = self._network(self.prepare(images))
+            features = self._network(self.prepare_images(images))
             return features, features @ self._network.fc.weight.T
 
 
@@ -251,7 +251,7 @@ class InceptionSpatial(Features):
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         network = self._whole._network
         with use_precision("fp32"):
-            maps = getattr(network, _SPATIAL).branch1x1(network(self._whole.prepare(images), until=_SPATIAL))
+            maps = getattr(network, _SPATIAL).branch1x1(network(self._whole.prepare_images(images), until=_SPATIAL))
         return maps[:, :_SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1), None  # TensorFlow's order: channels last
 
 

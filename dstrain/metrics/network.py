@@ -18,7 +18,7 @@ class Features(ABC):
     classes      names of the classes of the logits; None if accuracy cannot be measured with this network
     videos       True: the network takes clips uint8 (N, T, C, H, W); False: images; None: both
     spatial      the network that sFID needs, whose features keep positions within the image; None: there is none
-    parts        names of the rows that `count_correct` returns after the first two
+    parts        names of the rows that `count_correct_by_class` returns after the first two
     """
 
     name: str
@@ -39,12 +39,12 @@ class Features(ABC):
         """
         return None
 
-    def require_captions(self, captions: Sequence[str]) -> None:
-        """Raises ConfigError if one of the captions is such that `count_correct` cannot count clips with it. This
-        default never raises.
+    def require_countable_captions(self, captions: Sequence[str]) -> None:
+        """Raises ConfigError if one of the captions is such that `count_correct_by_class` cannot count clips with it.
+        This default never raises.
         """
 
-    def count_correct(
+    def count_correct_by_class(
         self, images: Tensor, logits: Tensor, labels: Tensor | None, captions: list[str] | None
     ) -> Tensor | None:
         """Returns float64 (2, classes): for each class, how many images with this label the network assigns to the

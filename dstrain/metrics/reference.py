@@ -85,7 +85,7 @@ def _select_statistics(
     if mean is None and kept is None:
         return None
     mean, covariance, kept = (
-        _get_checked_array(rows, f"--reference {path}: {prefix}{key}", axes)
+        _convert_and_check_array(rows, f"--reference {path}: {prefix}{key}", axes)
         for rows, key, axes in (
             (mean, f"mu{end}", "D"),
             (covariance, f"sigma{end}", "DD"),
@@ -111,15 +111,15 @@ def _select_statistics(
         )
     count = arrays.get(f"{prefix}count")
     return Statistics(
-        _make_tensor(mean, torch.float64, device),
-        _make_tensor(covariance, torch.float64, device),
+        _convert_to_tensor_or_none(mean, torch.float64, device),
+        _convert_to_tensor_or_none(covariance, torch.float64, device),
         None if count is None else int(count),
-        _make_tensor(kept, torch.float32, device),
+        _convert_to_tensor_or_none(kept, torch.float32, device),
         None if fingerprint is None else str(fingerprint),
     )
 
 
-def _get_checked_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
+def _convert_and_check_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
     """Returns `rows` as a numpy array, or None if it is None. Raises ConfigError, which begins with `name`, if the
     array is empty, has other axes than `axes`, or a value that is not finite.
 
@@ -144,7 +144,7 @@ def _get_checked_array(rows: Any, name: str, axes: str) -> np.ndarray | None:
     return rows
 
 
-def _make_tensor(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+def _convert_to_tensor_or_none(array: np.ndarray | None, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Converts an array to a tensor of this dtype on a device; returns None for None."""
     return None if array is None else torch.from_numpy(array).to(device, dtype)
 
@@ -187,13 +187,13 @@ def _read_edm2_pickle(path: Path) -> dict[str, Any]:
 
 
 def is_written_by_dstrain(path: Path) -> bool:
-    """Returns whether `write_reference` has written a file, judging by the names of its arrays."""
+    """Returns whether `write_reference_statistics` has written a file, judging by the names of its arrays."""
     return zipfile.is_zipfile(path) and any(
         name.endswith(".fingerprint.npy") for name in zipfile.ZipFile(path).namelist()
     )
 
 
-def write_reference(path: Path, statistics: dict[str, Statistics]) -> None:
+def write_reference_statistics(path: Path, statistics: dict[str, Statistics]) -> None:
     """Writes {network's name: statistics} to an .npz; replaces a file at `path`. Raises ConfigError if the file cannot
     be written, such as on a full disk.
     """

@@ -32,7 +32,7 @@ class Statistics:
     kept: Tensor | None = None  # float32 (n, D), evenly spaced over the set
     fingerprint: str | None = None  # of the network; None in files of others
     scores: tuple[Tensor, Tensor, Tensor] | None = None  # arguments of distances.compute_inception_score
-    right: Tensor | None = None  # float64 (2 or more, classes), see Features.count_correct
+    right: Tensor | None = None  # float64 (2 or more, classes), see Features.count_correct_by_class
     text_score: float | None = None  # 100 times the mean cosine with the captions, at least 0
     retrieved: tuple[float, int] | None = None  # share of images whose caption is the nearest of so many
     left_out: "Statistics | None" = None  # `right` and `text_score` of images whose captions data.leave_out names
@@ -70,7 +70,8 @@ class Collector:
     def add_batch(
         self, numbers: Tensor, images: Tensor, labels: Tensor | None = None, captions: list[str] | None = None
     ) -> None:
-        """Adds a batch to the statistics. Raises ConfigError if `count_correct` or `embed_texts` of the network does.
+        """Adds a batch to the statistics. Raises ConfigError if `count_correct_by_class` or `embed_texts` of the
+        network does.
 
         numbers    int64 (n,), the indices of the images within the set
         images     uint8 (n, C, H, W), or clips (n, T, C, H, W)
@@ -78,13 +79,13 @@ class Collector:
         captions   one for each image
         """
         features, logits = self.network(images)
-        self._add_sum("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
+        self._add_to_sum("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
         if self.moments:
             self._waiting.append(features)
-            self._add_moments(at_least=_ROWS)
+            self._add_waiting_features_to_moments(at_least=_ROWS)
         self._keep_spaced_features(numbers, features)
         if self.scores:
-            self._add_scores(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
+            self._add_inception_score_sums(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
         if captions is None or not self.left_out:
             self._add_correct_and_cosines("", images, features, logits, labels, captions)
         else:
@@ -102,7 +103,7 @@ class Collector:
                         [captions[place] for place in own.tolist()],
                     )
         if self.candidates:
-            self._add_sum("retrieved", self._is_own_caption_nearest(features, captions).double().sum())
+            self._add_to_sum("retrieved", self._mark_images_nearest_own_caption(features, captions).double().sum())
 
     def _add_correct_and_cosines(
         self,
@@ -113,17 +114,17 @@ class Collector:
         labels: Tensor | None,
         captions: list[str] | None,
     ) -> None:
-        """Adds a batch to two sums. If `right` is set, adds the result of `count_correct` to the sum PREFIXright. If
-        `texts` is set and there are captions, adds the cosines between images and captions, and their number, to the
-        sum PREFIXtext.
+        """Adds a batch to two sums. If `right` is set, adds the result of `count_correct_by_class` to the sum
+        PREFIXright. If `texts` is set and there are captions, adds the cosines between images and captions, and their
+        number, to the sum PREFIXtext.
         """
-        if self.right and (right := self.network.count_correct(images, logits, labels, captions)) is not None:
-            self._add_sum(f"{prefix}right", right)
+        if self.right and (right := self.network.count_correct_by_class(images, logits, labels, captions)) is not None:
+            self._add_to_sum(f"{prefix}right", right)
         if self.texts and captions is not None:
             cosines = F.cosine_similarity(features, self.network.embed_texts(captions)).double()
-            self._add_sum(f"{prefix}text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
+            self._add_to_sum(f"{prefix}text", torch.stack((cosines.sum(), torch.ones_like(cosines).sum())))
 
-    def _is_own_caption_nearest(self, features: Tensor, captions: list[str]) -> Tensor:
+    def _mark_images_nearest_own_caption(self, features: Tensor, captions: list[str]) -> Tensor:
         """Returns bool (n,): for each image, whether its features are nearer (in cosine) to the embedding of its own
         caption than to those of all other candidates. If its caption is no candidate, the last candidate is left out,
         so that each image is compared with equally many captions.
@@ -137,19 +138,19 @@ class Collector:
         mine = (features * own).sum(1, keepdim=True)
         return (cosines.scatter(1, at[:, None], -torch.inf) < mine).all(1)
 
-    def _add_sum(self, name: str, values: Tensor) -> None:
+    def _add_to_sum(self, name: str, values: Tensor) -> None:
         """Adds values to the sum with this name, or begins it with them."""
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
-    def _add_moments(self, at_least: int) -> None:
+    def _add_waiting_features_to_moments(self, at_least: int) -> None:
         """Adds the features in `_waiting` to the sums for mean and covariance, and empties `_waiting`. Does nothing if
         it holds fewer than `at_least` features.
         """
         # A product of few rows costs as much as one of many.
         if sum(map(len, self._waiting)) >= at_least:
             rows, self._waiting = torch.cat(self._waiting).double(), []
-            self._add_sum("sum", rows.sum(0))
-            self._add_sum("products", rows.T @ rows)
+            self._add_to_sum("sum", rows.sum(0))
+            self._add_to_sum("products", rows.T @ rows)
 
     def _keep_spaced_features(self, sample_numbers: Tensor, features: Tensor) -> None:
         """Keeps some of a batch's features: those whose sample numbers are among `keep` numbers evenly spaced over
@@ -165,21 +166,21 @@ class Collector:
         self._slots.append(slots[chosen])
         self._rows.append(features[chosen.to(features.device)])
 
-    def _add_scores(self, split: Tensor, logits: Tensor) -> None:
+    def _add_inception_score_sums(self, split: Tensor, logits: Tensor) -> None:
         """Adds a batch's logits to the sums of an Inception Score. split: int64 (n,), the split of the set to which
         each image belongs.
         """
         logs = logits.log_softmax(1)
         zeros, split = torch.zeros(_SPLITS, dtype=logs.dtype, device=logs.device), split.to(logs.device)
-        self._add_sum("p", logs.new_zeros(_SPLITS, logs.shape[1]).index_add_(0, split, logs.exp()))
-        self._add_sum("p log p", zeros.index_add(0, split, (logs.exp() * logs).sum(1)))
-        self._add_sum("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
+        self._add_to_sum("p", logs.new_zeros(_SPLITS, logs.shape[1]).index_add_(0, split, logs.exp()))
+        self._add_to_sum("p log p", zeros.index_add(0, split, (logs.exp() * logs).sum(1)))
+        self._add_to_sum("p count", zeros.index_add(0, split, torch.ones_like(logs[:, 0])))
 
     def merge_ranks(self) -> Statistics:
         """Returns the statistics of the whole set, merged from the batches that all ranks have added. All ranks must
         call it together, even those that have added none.
         """
-        self._add_moments(at_least=1)
+        self._add_waiting_features_to_moments(at_least=1)
         self._add_zeros_for_missing_sums()
         sums = {name: group.sum_over_ranks(self._sums[name]) for name in sorted(self._sums)}
         count, result = sums["count"].item(), Statistics(fingerprint=self.network.fingerprint)

@@ -8,7 +8,7 @@ from typing import Any
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.metrics import distances
-from dstrain.metrics.features import BUILT_IN, SOURCES, open_features, require_known_kind
+from dstrain.metrics.features import BUILT_IN, SOURCES, open_feature_network, require_known_network_kind
 from dstrain.metrics.images import Batch, Images, ImagesWithFirstBatch
 from dstrain.metrics.network import Features
 from dstrain.metrics.reference import INCEPTIONS
@@ -36,34 +36,39 @@ class Metric:
     spatial: bool = False  # with the network's `spatial`
 
 
-def _score_frechet(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+def _compute_frechet_figures(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
     """Returns {name: (Frechet distance between the features of the two sets, None)}."""
-    return {name: (distances.measure_frechet(drawn.mean, drawn.covariance, reference.mean, reference.covariance), None)}
+    return {
+        name: (
+            distances.compute_frechet_distance(drawn.mean, drawn.covariance, reference.mean, reference.covariance),
+            None,
+        )
+    }
 
 
-def _score_kid(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+def _compute_kid_figures(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
     """Returns {name: (KID, its standard deviation over subsets)}."""
-    return {name: distances.measure_kid(drawn.kept, reference.kept)}
+    return {name: distances.compute_kid(drawn.kept, reference.kept)}
 
 
-def _score_manifold(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
+def _compute_manifold_figures(name: str, network: Features, drawn: Statistics, reference: Statistics) -> Figures:
     """Returns precision and recall if `name` is pr, else density and coverage, as {name: (value, None)}."""
     values = distances.measure_manifold_overlap(drawn.kept, reference.kept)
     names = ("precision", "recall") if name == "pr" else ("density", "coverage")
     return {name: (values[name], None) for name in names}
 
 
-def _score_inception(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+def _compute_inception_figures(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     """Returns {"inception_score": (mean, its standard deviation over splits)}."""
     return {"inception_score": distances.compute_inception_score(*drawn.scores)}
 
 
-def _score_texts(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+def _compute_caption_similarity(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     """Returns {name: (similarity of images and captions, None)}; {} if it was not measured."""
     return {} if drawn.text_score is None else {name: (drawn.text_score, None)}
 
 
-def _score_retrieval(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+def _compute_retrieval_figures(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     """Returns {NAME: (share, None), NAME_by_chance: (share, None)}: the share of images that are nearest to their own
     caption among all captions, and the share to expect if the captions were guessed. NAME is `name`.
     """
@@ -71,7 +76,7 @@ def _score_retrieval(name: str, network: Features, drawn: Statistics, reference:
     return {name: (share, None), f"{name}_by_chance": (1 / candidates, None)}
 
 
-def _score_accuracy(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
+def _compute_accuracy_figures(name: str, network: Features, drawn: Statistics, reference: None) -> Figures:
     """Returns shares of images that are right, as {key: (share, None)}; {} if accuracy was not measured. With NAME for
     `name`:
 
@@ -93,19 +98,19 @@ def _score_accuracy(name: str, network: Features, drawn: Statistics, reference: 
 
 _MOMENTS, _WITH_LOGITS = ("mean", "covariance"), ("inception", "pytorch-fid", "clean-fid")
 METRICS = {
-    "fid": Metric(INCEPTIONS, _MOMENTS, _score_frechet),
-    "sfid": Metric(_WITH_LOGITS, _MOMENTS, _score_frechet, spatial=True),
-    "kid": Metric(INCEPTIONS, ("kept",), _score_kid),
-    "is": Metric(_WITH_LOGITS, ("scores",), _score_inception, compares=False),
-    "pr": Metric(_IMAGES, ("kept",), _score_manifold),
-    "dc": Metric(_IMAGES, ("kept",), _score_manifold),
-    "fd_dinov2": Metric(("dinov2",), _MOMENTS, _score_frechet),
-    "fd_clip": Metric(("clip",), _MOMENTS, _score_frechet),
-    "clip_score": Metric(("clip",), ("text_score",), _score_texts, compares=False),
-    "retrieval": Metric(("emoji", "clip"), ("retrieved",), _score_retrieval, compares=False),
-    "fvd": Metric(("i3d", "videomae"), _MOMENTS, _score_frechet),
-    "fd": Metric(("builtin",), _MOMENTS, _score_frechet),
-    "accuracy": Metric(("builtin",), ("right",), _score_accuracy, compares=False),
+    "fid": Metric(INCEPTIONS, _MOMENTS, _compute_frechet_figures),
+    "sfid": Metric(_WITH_LOGITS, _MOMENTS, _compute_frechet_figures, spatial=True),
+    "kid": Metric(INCEPTIONS, ("kept",), _compute_kid_figures),
+    "is": Metric(_WITH_LOGITS, ("scores",), _compute_inception_figures, compares=False),
+    "pr": Metric(_IMAGES, ("kept",), _compute_manifold_figures),
+    "dc": Metric(_IMAGES, ("kept",), _compute_manifold_figures),
+    "fd_dinov2": Metric(("dinov2",), _MOMENTS, _compute_frechet_figures),
+    "fd_clip": Metric(("clip",), _MOMENTS, _compute_frechet_figures),
+    "clip_score": Metric(("clip",), ("text_score",), _compute_caption_similarity, compares=False),
+    "retrieval": Metric(("emoji", "clip"), ("retrieved",), _compute_retrieval_figures, compares=False),
+    "fvd": Metric(("i3d", "videomae"), _MOMENTS, _compute_frechet_figures),
+    "fd": Metric(("builtin",), _MOMENTS, _compute_frechet_figures),
+    "accuracy": Metric(("builtin",), ("right",), _compute_accuracy_figures, compares=False),
 }
 _APART = ("accuracy", "clip_score")  # tell pictures of captions that data.leave_out names apart
 # Of the metrics with one figure, those of which the lowest is the best, and the highest.
@@ -122,7 +127,7 @@ def require_known_metrics(metrics: Sequence[str], paths: Sequence[str]) -> None:
             f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; dstrain evaluate takes scenes, too, alone"
         )
     for words in paths:
-        require_known_kind(words)
+        require_known_network_kind(words)
 
 
 def open_metric_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
@@ -130,7 +135,7 @@ def open_metric_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[s
     kind suits it, else a built-in network.
 
     Raises ConfigError if there is no network for a metric, if one of `paths` is used by no metric, or if
-    `require_known_metrics` or `open_features` does.
+    `require_known_metrics` or `open_feature_network` does.
     """
     require_known_metrics(metrics, paths)
     chosen = {}
@@ -148,7 +153,7 @@ def open_metric_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[s
     unused = [words for words in paths if words not in chosen.values()]
     if unused:
         raise ConfigError(f"--features {unused[0]}: no metric of --metrics {','.join(metrics)} takes it; leave it out")
-    opened = {words: open_features(words) for words in dict.fromkeys(chosen.values())}
+    opened = {words: open_feature_network(words) for words in dict.fromkeys(chosen.values())}
     return {name: opened[words].spatial if METRICS[name].spatial else opened[words] for name, words in chosen.items()}
 
 
@@ -174,7 +179,7 @@ def collect_statistics(
     captions or labels where a metric needs them, or if a network takes clips and the set has images, or the reverse.
     """
     require_enough_images(len(images))
-    needs = _list_needed_statistics(networks, compared)
+    needs = _find_needed_statistics_by_network(networks, compared)
     by_name = {network.name: network for network in networks.values()}
     candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
     collectors = {
@@ -198,7 +203,7 @@ def collect_statistics(
         get_phases().record_progress()
         progress(len(batch.numbers))
     unreadable: dict[str, str] = {}
-    for of_rank in group.gather_objects(images.list_unreadable()):
+    for of_rank in group.gather_objects(images.get_unreadable_reasons()):
         unreadable |= of_rank
     if unreadable:
         name, reason = next(iter(unreadable.items()))
@@ -228,10 +233,10 @@ def check_images_and_read_first_batch(
         for metric, network in networks.items():
             _require_images_or_clips(network, images.clips)
             if images.clips and images.captions and "right" in METRICS[metric].needs:
-                network.require_captions(images.captions)
+                network.require_countable_captions(images.captions)
     begun, by_name = ImagesWithFirstBatch(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
-        for name, needs in _list_needed_statistics(networks).items():
+        for name, needs in _find_needed_statistics_by_network(networks).items():
             _require_suitable_batch(begun.first, by_name[name], needs)
     return begun
 
@@ -259,7 +264,7 @@ def require_enough_images(count: int, option: str = "") -> None:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
-def _list_needed_statistics(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
+def _find_needed_statistics_by_network(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
     """Returns {network's name: attributes of Statistics that the metrics need}. networks: {metric: its network}. With
     `compared`, only those metrics count that are compared with a reference.
     """
@@ -318,7 +323,7 @@ def list_needed_statistic_names(metrics: Sequence[str]) -> set[str]:
     return {words[need] for name in metrics for need in METRICS[name].needs}
 
 
-def compute_figures(
+def compute_metrics(
     networks: dict[str, Features], drawn: dict[str, Statistics], reference: dict[str, Statistics]
 ) -> Figures:
     """Computes the metrics that are the keys of `networks`. Returns {name: (value, its standard deviation or None)}. A

@@ -113,7 +113,7 @@ def open_diffusers_autoencoder(path: str, image_size: int | None, precision: Pre
         """Encodes images, uint8 (B, C, H, W). Returns the means and standard deviations of latents, (B, 2, c, h, w)."""
         return _make_moments(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 
-    fingerprint = vae.fingerprint()
+    fingerprint = vae.compute_fingerprint()
     vae.set_encode_precision(precision)
     return FirstStage(path, fingerprint, vae.image_channels, encode_images)
 

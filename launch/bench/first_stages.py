@@ -67,7 +67,7 @@ def row(folder: Path) -> list[str]:
         right.append((logits.argmax(1) == labels)[valid].float())
         alike.append(torch.stack(list(measure_psnr_and_ssim(picture, example["x_start"]).values()), 1)[valid])
     psnr, ssim = torch.cat(alike).mean(0).tolist()
-    distance = distances.measure_frechet(*moments(torch.cat(made)), *moments(torch.cat(originals)))
+    distance = distances.compute_frechet_distance(*moments(torch.cat(made)), *moments(torch.cat(originals)))
     figures = measure_system_on_source(system, nets, source, batch=_BATCH, seed=run.seed)["figures"]
     if "perplexity" in figures:
         bits = system.side**2 * math.log2(system.codebook_size)

@@ -158,7 +158,7 @@ def write(root: Path, options: argparse.Namespace) -> None:
         facts = {
             "encoding": shards.hash_encoding(encoding),
             "number": number,
-            "sums": shards.summarize_codes(codes),
+            "sums": shards.sum_codes_for_statistics(codes),
             "bad": [],
         }
         path.write_bytes(

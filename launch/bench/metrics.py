@@ -65,8 +65,8 @@ def main() -> None:
     tell("the first set collected")
     second = collected(options.num, options.size, options.kept, 0.12)
     tell("the second set collected")
-    tell(f"fid {distances.measure_frechet(first.mean, first.covariance, second.mean, second.covariance):.6g}")
-    tell("kid {:.6g} +- {:.2g}".format(*distances.measure_kid(first.kept, second.kept)))
+    tell(f"fid {distances.compute_frechet_distance(first.mean, first.covariance, second.mean, second.covariance):.6g}")
+    tell("kid {:.6g} +- {:.2g}".format(*distances.compute_kid(first.kept, second.kept)))
     tell(
         ", ".join(
             f"{name} {value:.6g}" for name, value in distances.measure_manifold_overlap(first.kept, second.kept).items()

@@ -35,7 +35,7 @@ from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached import shards
 from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.data.formats.unconverted import find_fast_dit_folders
-from dstrain.data.source import Bad, BadSample, Item, Source, convert_errors_to_bad_sample, read_items
+from dstrain.data.source import Bad, BadSample, Item, Source, convert_errors_to_bad_sample, read_items_or_substitutes
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed_json
 from dstrain.distributed.progress import Bar
@@ -344,7 +344,7 @@ def _read_member(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
 
 def convert_latents(options: ConvertOptions) -> dict[str, Any]:
     """Writes options.out; returns the body of its index. Raises ConfigError if what is asked for cannot be."""
-    if shards.is_output_of_encode(options.path):
+    if shards.has_encode_output(options.path):
         raise ConfigError(f"{options.path} holds our own codes: give it as data.path")
     if options.latent_scale is not None and not 0 < options.latent_scale < math.inf:
         raise ConfigError(f"--latent-scale {options.latent_scale}: latents have been multiplied by a number above 0")
@@ -377,7 +377,7 @@ def _describe_encoding(options: ConvertOptions, source: Foreign) -> dict[str, An
     else:
         with reword_errors(options={"first_stage.path:": f"--first-stage {name}:"}):
             vae = autoencoder.Autoencoder(name)
-        fingerprint, image_channels = vae.fingerprint(), vae.image_channels
+        fingerprint, image_channels = vae.compute_fingerprint(), vae.image_channels
         if vae.channels != channels:
             raise ConfigError(
                 f"--first-stage {name} makes latents of {vae.channels} channels, those in {options.path} have "
@@ -447,7 +447,7 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
         pass  # it is missing, or damaged
 
     def read(index: int) -> tuple[list[Item], Bad]:
-        return read_items(source, [index])
+        return read_items_or_substitutes(source, [index])
 
     items, bad = [], []
     with ThreadPoolExecutor(_THREADS) as pool, Bar(f"converting {path.name}", total=len(rows), unit=" latents") as bar:
@@ -465,10 +465,10 @@ def _write_shard(options: ConvertOptions, source: Foreign, encoding: dict[str, A
     facts = {
         "encoding": shards.hash_encoding(encoding),
         "number": number,
-        "sums": shards.summarize_codes(moments),
+        "sums": shards.sum_codes_for_statistics(moments),
         "bad": sorted(set(bad)),
     }
     data = shards.pack_shard(arrays, facts)
     with explain_write_errors(path, SAME_COMMAND):
         atomic.write_file(path, data)
-    return shards.make_shard_record(path, shards.parse_shard_metadata(data))
+    return shards.make_shard_record(path, shards.verify_and_parse_metadata(data))

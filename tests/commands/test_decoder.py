@@ -13,9 +13,9 @@ from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.job import complete_recipe
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.emoji import Emoji
-from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_captions
-from dstrain.encoders.emoji import read_text_embeds
-from dstrain.metrics.features import open_features
+from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_caption_rows
+from dstrain.encoders.emoji import look_up_text_embeds
+from dstrain.metrics.features import open_feature_network
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.requests import make_sampling_request
 from tests.support import checkpoints, towers
@@ -67,8 +67,11 @@ def test_texts_become_pictures(prior, decoder, tmp_path):
     out = generate_samples(GenerateOptions(prior, num=2, prompts=texts, then=(decoder,), seed=5, out=tmp_path / "out"))
     assert len(list((out / "samples").glob("*.png"))) == 2
     assert (out / "prompts.txt").read_text() == "blue heart\nDog Face\n"
-    table, rows = open_builtin_pairs().tables["text_embed"], [read_builtin_captions()[text.lower()] for text in texts]
-    assert torch.equal(read_text_embeds([*texts]), torch.stack([torch.from_numpy(table[row]) for row in rows]))
+    table, rows = (
+        open_builtin_pairs().tables["text_embed"],
+        [read_builtin_caption_rows()[text.lower()] for text in texts],
+    )
+    assert torch.equal(look_up_text_embeds([*texts]), torch.stack([torch.from_numpy(table[row]) for row in rows]))
     drawn, by_hand = notebook.load(prior).sample(2, prompts=texts, seed=5), notebook.load(decoder)
     seeds = rng.keys_of_seeds(torch.tensor([5, 6]))
     request, _ = make_sampling_request(by_hand.recipe.samples, by_hand.system, 2, images=drawn)
@@ -138,7 +141,7 @@ def test_retrieval_by_clip(tmp_path):
     words = [f"{a} {b}" for a in towers.WORDS for b in towers.WORDS] + [*towers.WORDS[:4]]
     pixels = np.random.default_rng(0).integers(0, 256, (104, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "x.npz", arr_0=pixels, prompts=np.array(words))
-    network = open_features(f"clip:{tmp_path / 'clip'}")
+    network = open_feature_network(f"clip:{tmp_path / 'clip'}")
     unit = torch.nn.functional.normalize
     texts, images = unit(network.embed_texts(words)), unit(network(torch.from_numpy(pixels).permute(0, 3, 1, 2))[0])
     right = 0

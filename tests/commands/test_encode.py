@@ -17,7 +17,7 @@ from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_codes_cache
 from dstrain.data.decode.crops import Crop
-from dstrain.data.open import fill_in_codes, open_sources
+from dstrain.data.open import fill_in_codes_entry, open_sources
 from dstrain.data.order import Order
 from dstrain.data.sources.images import open_images
 from dstrain.encoders.text import TextEncoder, unpack_captions
@@ -297,7 +297,7 @@ def test_several_captions_and_their_states(tmp_path, vae):
     encode_data(options(tmp_path / "out", vae, root, **words))
     plain = options(tmp_path / "plain", vae, root, shard_size=4)
     encode_data(plain)
-    data = fill_in_codes(Data(path=str(tmp_path / "out"), image_size=16, channels=1))
+    data = fill_in_codes_entry(Data(path=str(tmp_path / "out"), image_size=16, channels=1))
     assert data.codes.text == (encoder.max_length, encoder.encodings_dim)
     source, images = open_sources(data)[0], Latents(plain.out)
     assert source.captioned and "captions" in source.describe_samples()
@@ -306,7 +306,7 @@ def test_several_captions_and_their_states(tmp_path, vae):
         for step in range(12):
             for batch in batches.read_step(step):
                 chance = rng.uniform(batch["key"], "variant", (2,))[:, 1].double()
-                index = Order(10, 2).index_at(step * 10 + batch["position"]).tolist()
+                index = Order(10, 2).find_sample_index(step * 10 + batch["position"]).tolist()
                 chosen = [int(float(u) * count[i]) for u, i in zip(chance, index)]
                 seen |= set(zip(index, chosen))
                 texts = [lines[i][k] for i, k in zip(index, chosen)]
@@ -361,7 +361,7 @@ def test_several_crops(tmp_path, vae):
         for step in range(14):
             for batch in batches.read_step(step):
                 chosen = (rng.uniform(batch["key"], "variant", (2,))[:, 0].double() * 3).long()
-                index = Order(8, 2).index_at(step * 8 + batch["position"])
+                index = Order(8, 2).find_sample_index(step * 8 + batch["position"])
                 side = (rng.uniform(batch["key"], "flip") < 0.5).long()
                 torch.testing.assert_close(batch["latent_mean"], expected[index, chosen, side], rtol=1e-4, atol=1e-5)
                 seen |= set(zip(index.tolist(), chosen.tolist()))
@@ -388,7 +388,7 @@ def test_training_from_latents_is_training_online(tmp_path, vae, images):
     """Oracle: the same DiT fed with images: the same x_start, bit for bit, mirrored ones included (float32 shards)."""
     encode_data(options(tmp_path / "out", vae, images, image_size=32, batch=6))
     data = Data(path=str(images), image_size=32, channels=1)
-    cached = fill_in_codes(data.model_copy(update={"path": str(tmp_path / "out")}))
+    cached = fill_in_codes_entry(data.model_copy(update={"path": str(tmp_path / "out")}))
     model = {
         "patch_size": 1,
         "hidden_size": 32,

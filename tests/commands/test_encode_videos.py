@@ -14,7 +14,7 @@ from dstrain.commands.options.train import TrainOptions
 from dstrain.data.batches import Batches
 from dstrain.data.cached.latents import Latents
 from dstrain.data.decode.clips import Cut
-from dstrain.data.open import fill_in_codes, open_sources
+from dstrain.data.open import fill_in_codes_entry, open_sources
 from dstrain.data.sources.videos import Mixed, open_videos
 from dstrain.encoders.text import TextEncoder, unpack_captions
 from dstrain.recipe import Codes, ConfigError, Data, Run
@@ -201,7 +201,7 @@ def test_batches_of_a_cache(made, tmp_path):
     root = made[0]
     encode_data(options(root, tmp_path / "out", text_encoder=str(root / "text"), dtype="float16"))
     given = Data(path=str(tmp_path / "out"), image_size=12, height=8, num_frames=5, channels=1, flip=False)
-    data = fill_in_codes(given)
+    data = fill_in_codes_entry(given)
     first = Latents(tmp_path / "out").encoding["first_stage"]
     assert data.codes == Codes(
         kind="tokens",
@@ -211,7 +211,7 @@ def test_batches_of_a_cache(made, tmp_path):
         first_stage=first,
         codebook_size=16,
         text=(10, 12),
-        text_encoder=TextEncoder(str(root / "text")).fingerprint(),
+        text_encoder=TextEncoder(str(root / "text")).compute_fingerprint(),
     )
     parts = []
     for world in (1, 2):
@@ -243,7 +243,7 @@ def test_batches_of_a_cache(made, tmp_path):
         ({"flip": True}, "no mirrored videos, since captions name directions.*data.flip=false"),
     ):
         with pytest.raises(ValueError, match=message):
-            fill_in_codes(given.model_copy(update=change))
+            fill_in_codes_entry(given.model_copy(update=change))
 
 
 def test_what_cannot_be_encoded(made, tmp_path):

@@ -266,8 +266,8 @@ def test_a_source_that_reads_batches_is_asked_for_them(size, num, batch):
         batched = True
         reads = 0
 
-        def read_batch(self, index, mirrored=None, chance=None):
-            assert mirrored is None and chance is None
+        def read_batch(self, index, mirrored=None, random_number=None):
+            assert mirrored is None and random_number is None
             self.reads += 1
             return {"label": index.clone()}, []
 

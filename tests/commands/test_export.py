@@ -67,7 +67,7 @@ def test_the_folder_is_the_network(tmp_path, trained):
     to_diffusers.save_export(system, nets, tmp_path / "out", lambda: {"scaling_factor": 0.75})
     read = Autoencoder(str(tmp_path / "out"))
     assert (read.scaling_factor, read.vae.config.sample_size, read.image_channels, read.factor) == (0.75, 16, 1, 2)
-    assert read.fingerprint() == hash_network(*system.identity(nets))
+    assert read.compute_fingerprint() == hash_network(*system.identity(nets))
     example = system.encode(system.synthetic(4))
     errors = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", example)
     assert errors.keys() == {"mean", "std", "decoded"} and max(errors.values()) < 1e-6

@@ -68,7 +68,7 @@ def test_a_file_of_the_command_is_replaced(tmp_path):
     for _ in range(2):
         write_table(table)
     assert table.read_text().splitlines()[0] == "path,label"
-    reference.write_reference(statistics := tmp_path / "a.npz", {})
+    reference.write_reference_statistics(statistics := tmp_path / "a.npz", {})
     assert not reference.is_written_by_dstrain(statistics)  # it holds none
     (tmp_path / "empty").touch()
     require_replaceable_file(tmp_path / "empty", "--out", lambda path: False)

@@ -20,13 +20,13 @@ pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 def test_samples_and_keys_are_the_formula():
-    """Oracle: the contract: order.index_at(step * global + position), rng.keys, the flip by the
+    """Oracle: the contract: order.find_sample_index(step * global + position), rng.keys, the flip by the
     key.
     """
     source, position = Numbers(100), torch.arange(24)
     for step, batch in zip((0, 1, 77), global_batches(source, (0, 1, 77))):
         assert torch.equal(batch["position"], position)
-        assert torch.equal(batch["label"], Order(100, 3).index_at(step * 24 + position))
+        assert torch.equal(batch["label"], Order(100, 3).find_sample_index(step * 24 + position))
         assert torch.equal(batch["key"], rng.keys(3, step, position))
         flipped = rng.uniform(batch["key"], "flip") < 0.5
         assert 3 < flipped.sum() < 21
@@ -164,7 +164,7 @@ def test_the_substitute_is_the_next_that_reads():
     source = Numbers(10, bad=(3, 4, 9))
     batches = Batches(source, global_batch=10, micro_batch=10, seed=1, max_bad_fraction=1.0)
     batch = next(batches.read_step(0))
-    indices = Order(10, 1).index_at(torch.arange(10)).tolist()
+    indices = Order(10, 1).find_sample_index(torch.arange(10)).tolist()
     assert batch["label"].tolist() == [{3: 5, 4: 5, 9: 0}.get(index, index) for index in indices]
 
 
@@ -194,7 +194,7 @@ def test_what_cannot_be_read_is_known_a_step_before(tmp_path, num_workers, kind,
     """Oracle: the formula of the order: all batches before the step that meets the sample are handed out, each as
     without the fault; `problem` is set when the last one before it is, and only then.
     """
-    number = int(Order(60, 7).index_at(torch.tensor([40]))[0])  # at step 3, of rank 1
+    number = int(Order(60, 7).find_sample_index(torch.tensor([40]))[0])  # at step 3, of rank 1
     options = {"global_batch": 12, "micro_batch": 3, "rank": 1, "world": 2, "seed": 7}
     with Batches(
         Numbers(60, **{kind: (number,)}), folder=tmp_path, num_workers=num_workers, max_bad_fraction=0.0, **options
@@ -212,17 +212,17 @@ def test_the_limit_counts_all_ranks_together(tmp_path):
     after a resume.
     """
     one, two = (BadFiles(tmp_path, 100, 0.05) for _ in range(2))
-    one.add_samples([(f"a{i}", "x") for i in range(3)])
-    one.add_samples([("a0", "again")])
+    one.add_unreadable_samples([(f"a{i}", "x") for i in range(3)])
+    one.add_unreadable_samples([("a0", "again")])
     with pytest.raises(ValueError, match="6 of 100"):
-        two.add_samples([(f"b{i}", "y") for i in range(3)])
+        two.add_unreadable_samples([(f"b{i}", "y") for i in range(3)])
     assert len((tmp_path / "bad_files.txt").read_text().splitlines()) == 6
     with pytest.raises(ValueError, match="7 of 100"):
-        BadFiles(tmp_path, 100, 0.05).add_samples([("c\n\td", "z\nz")])
+        BadFiles(tmp_path, 100, 0.05).add_unreadable_samples([("c\n\td", "z\nz")])
     with open(tmp_path / "bad_files.txt", "a") as file:
         file.write("half a li")  # another rank writes at this moment
     with pytest.raises(ValueError, match="8 of 100"):
-        two.add_samples([("e", "x")])
+        two.add_unreadable_samples([("e", "x")])
 
 
 def test_a_long_list_is_read_once(tmp_path, monkeypatch):
@@ -232,7 +232,7 @@ def test_a_long_list_is_read_once(tmp_path, monkeypatch):
     split = bad_files._parse_listed_names
     monkeypatch.setattr(bad_files, "_parse_listed_names", lambda lines: count.append(len(lines)) or split(lines))
     for number in range(50):
-        files.add_samples([(f"new {number}", "y")])
+        files.add_unreadable_samples([(f"new {number}", "y")])
     assert len(files.names) == 20_050 and sum(count) < 20_000 * 13 + 50 * 20
 
 
@@ -251,9 +251,9 @@ def test_limits():
     assert [BadFiles(None, 10, fraction).limit for fraction in (0, 0.01, 0.29, 1)] == [0, 1, 2, 10]
     assert BadFiles(None, 100, 0.29).limit == 29
     with pytest.warns(UserWarning, match="a.png"):
-        BadFiles(None, 10, 0.01).add_samples([("a.png", "x")])
+        BadFiles(None, 10, 0.01).add_unreadable_samples([("a.png", "x")])
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="1 of 10"):
-        BadFiles(None, 10, 0.0).add_samples([("a.png", "x")])
+        BadFiles(None, 10, 0.0).add_unreadable_samples([("a.png", "x")])
     with pytest.raises(ValueError, match="data.max_bad_fraction"):
         BadFiles(None, 10, 1.5)
 

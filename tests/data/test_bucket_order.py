@@ -27,7 +27,7 @@ def test_each_epoch_takes_each_sample_once(counts, batch, seed, epochs):
     taken = [[] for _ in counts]
     for step in range(steps):
         bucket, number = order.find_bucket_and_batch(step)
-        index = order.index_at(torch.arange(step * batch, (step + 1) * batch)).numpy()
+        index = order.find_sample_index(torch.arange(step * batch, (step + 1) * batch)).numpy()
         assert (_bucket_of(counts, index) == bucket).all()
         taken[bucket].append((number, index))
     for bucket, count in enumerate(counts):
@@ -58,10 +58,12 @@ def test_a_far_step_belongs_to_its_epoch(counts, batch, epoch):
 def test_any_division_of_a_step_gives_the_same_samples():
     """Oracle: the whole step at once, for 1,024 ranks, in a data set of 100 million samples; nothing is stored."""
     order, batch = BucketOrder((60_000_000, 39_999_000, 1000), 8192, 5), 8192
-    whole = order.index_at(torch.arange(7 * batch, 8 * batch))
-    ranks = [order.index_at(torch.arange(7 * batch + rank * 8, 7 * batch + (rank + 1) * 8)) for rank in range(1024)]
+    whole = order.find_sample_index(torch.arange(7 * batch, 8 * batch))
+    ranks = [
+        order.find_sample_index(torch.arange(7 * batch + rank * 8, 7 * batch + (rank + 1) * 8)) for rank in range(1024)
+    ]
     assert torch.equal(whole, torch.cat(ranks)) and len(whole.unique()) == batch
-    both = order.index_at(torch.arange(7 * batch - 4, 7 * batch + 4))
+    both = order.find_sample_index(torch.arange(7 * batch - 4, 7 * batch + 4))
     assert torch.equal(both[4:], whole[:4])
 
 
@@ -110,6 +112,6 @@ def test_of_one_resolution_none_is_nearer(shape, size):
 def test_one_bucket_is_the_plain_order_of_its_samples():
     """Oracle: Order of the bucket's seed; batches of one bucket alone are the same set, in another turn."""
     order = BucketOrder((12,), 3)
-    taken = order.index_at(torch.arange(12)).view(4, 3).tolist()
-    plain = Order(12, order.seed ^ 0x9E3779B97F4A7C15).index_at(torch.arange(12)).view(4, 3).tolist()
+    taken = order.find_sample_index(torch.arange(12)).view(4, 3).tolist()
+    plain = Order(12, order.seed ^ 0x9E3779B97F4A7C15).find_sample_index(torch.arange(12)).view(4, 3).tolist()
     assert sorted(taken) == sorted(plain)

@@ -148,10 +148,10 @@ def test_built_in_clips():
     """Oracle: the whole data, in their order, by their captions."""
     data = Data(path="builtin:moving-fashion", num_frames=3, image_size=24, channels=1, flip=False)
     whole = MovingFashion(3, 24, 24)
-    texts = [whole.caption_clip(index) for index in range(len(whole))]
+    texts = [whole.compose_caption(index) for index in range(len(whole))]
     source, unseen = open_sources(data.model_copy(update={"leave_out": ("a bag moving *", "an ankle boot bouncing")}))
     own = [index for index, text in enumerate(texts) if not fnmatch(text, "a bag moving *") and "boot b" not in text]
-    assert [source.caption_clip(index) for index in range(len(source))] == [texts[index] for index in own]
+    assert [source.compose_caption(index) for index in range(len(source))] == [texts[index] for index in own]
     assert (source[5]["video"] == whole[own[5]]["video"]).all()
     assert source.count_by_class().tolist() == np.bincount([whole[i]["label"] for i in own]).tolist()
     assert len(unseen) == 50 * (10 * len(MOTIONS) - 5)

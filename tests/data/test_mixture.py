@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached.shards import read_index
-from dstrain.data.mixture import Mixture, MixtureOrder, join_classes, to_whole_numbers
-from dstrain.data.open import describe_data, fill_in_codes, open_sources
+from dstrain.data.mixture import Mixture, MixtureOrder, join_class_names, scale_to_whole_numbers
+from dstrain.data.open import describe_data, fill_in_codes_entry, open_sources
 from dstrain.recipe import ConfigError, Data, list_refused_changes, load_recipe, make_refused_changes_error
 from dstrain.systems import find_config_class
 from tests.data.cached.test_latents import write as write_codes
@@ -30,24 +30,24 @@ WEIGHTS = st.lists(st.integers(1, 10**6), min_size=1, max_size=6)
 @settings(max_examples=60, deadline=None)
 def test_places_and_counts_are_those_of_counting(weights, seed, begin, number):
     """Oracle: counting the stream one sample after the other: over whole blocks each place of each source is taken
-    once, in no gap, and `count_by_source` is the count.
+    once, in no gap, and `count_samples_by_source` is the count.
     """
     order = MixtureOrder((5,) * len(weights), tuple(weights), seed)
     begin -= begin % 256
-    before = order.count_by_source(begin)
-    sources, places = order.find_source_positions(np.arange(begin, begin + 3 * 256))
+    before = order.count_samples_by_source(begin)
+    sources, places = order.find_sources_and_positions(np.arange(begin, begin + 3 * 256))
     for k in range(len(weights)):
         own = np.sort(places[sources == k])
         assert np.array_equal(own, np.arange(before[k], before[k] + len(own)))
     counted = np.bincount(sources[:number], minlength=len(weights)) + before
-    assert counted.tolist() == order.count_by_source(begin + number)
+    assert counted.tolist() == order.count_samples_by_source(begin + number)
 
 
 @given(weights=WEIGHTS, positions=st.integers(0, 2**44))
 @settings(max_examples=200, deadline=None)
 def test_every_source_has_its_share_at_any_time(weights, positions):
     """Oracle: the exact share, positions * weight / sum, as a fraction; less than one sample for each source away."""
-    counts = MixtureOrder((1,) * len(weights), tuple(weights)).count_by_source(positions - positions % 256)
+    counts = MixtureOrder((1,) * len(weights), tuple(weights)).count_samples_by_source(positions - positions % 256)
     assert sum(counts) == positions - positions % 256
     for weight, count in zip(weights, counts):
         assert abs(count - Fraction((positions - positions % 256) * weight, sum(weights))) < len(weights)
@@ -60,34 +60,34 @@ def test_each_source_passes_through_its_own_epochs():
     sizes, weights = (7, 40, 100), (3, 1, 2)
     order = MixtureOrder(sizes, weights, 11)
     positions = np.arange(256 * 40)
-    index = order.index_at(positions)
-    sources, places = order.find_source_positions(positions)
+    index = order.find_sample_index(positions)
+    sources, places = order.find_sources_and_positions(positions)
     for k, size in enumerate(sizes):
         own = index[sources == k][np.argsort(places[sources == k])] - sum(sizes[:k])
         assert own.min() == 0 and own.max() == size - 1
         for epoch in own[: len(own) // size * size].reshape(-1, size):
             assert np.array_equal(np.sort(epoch), np.arange(size))
     # Ratios by samples: one pass over all is one pass over each, but for what the last block shuffles.
-    natural = MixtureOrder(sizes, to_whole_numbers(sizes), 11)
-    assert natural.count_by_source(256 * 147) == [256 * size for size in sizes]
+    natural = MixtureOrder(sizes, scale_to_whole_numbers(sizes), 11)
+    assert natural.count_samples_by_source(256 * 147) == [256 * size for size in sizes]
 
 
 def test_the_order_is_a_function_of_the_position():
     """Oracle: the answer for each position by itself; positions in any order and shape, ints and tensors."""
     order = MixtureOrder((10, 20), (3, 1), 5)
     positions = np.random.default_rng(0).integers(0, 1 << 50, 300)
-    one_by_one = [order.index_at(int(p)) for p in positions]
+    one_by_one = [order.find_sample_index(int(p)) for p in positions]
     assert all(type(index) is int for index in one_by_one)
-    assert order.index_at(positions).tolist() == one_by_one
-    assert order.index_at(torch.from_numpy(positions).view(3, 100)).flatten().tolist() == one_by_one
-    assert MixtureOrder((10, 20), (3, 1), 6).index_at(positions).tolist() != one_by_one
+    assert order.find_sample_index(positions).tolist() == one_by_one
+    assert order.find_sample_index(torch.from_numpy(positions).view(3, 100)).flatten().tolist() == one_by_one
+    assert MixtureOrder((10, 20), (3, 1), 6).find_sample_index(positions).tolist() != one_by_one
 
 
 def test_the_pattern_does_not_meet_the_ranks():
     """Oracle: the binomial distribution: at weights 3:1, one of four ranks that take every fourth position would get
     all samples of one source, if the slots were not shuffled.
     """
-    sources, _ = MixtureOrder((10, 10), (3, 1), 0).find_source_positions(np.arange(4 * 2560))
+    sources, _ = MixtureOrder((10, 10), (3, 1), 0).find_sources_and_positions(np.arange(4 * 2560))
     for rank in range(4):
         assert abs(sources[rank::4].mean() - 0.25) < 0.05  # six deviations of 2,560 independent samples
 
@@ -105,16 +105,16 @@ def test_the_pattern_does_not_meet_the_ranks():
 )
 def test_weights_are_whole_in_their_ratio(weights, numbers):
     """Oracle: the ratio by hand."""
-    assert to_whole_numbers(weights) == numbers
+    assert scale_to_whole_numbers(weights) == numbers
 
 
 def test_weights_of_any_size_keep_their_ratio():
     """Oracle: the ratio as floats, at sums beyond int64; the smallest does not vanish."""
-    numbers = to_whole_numbers((3e18, 1e18, 1))
+    numbers = scale_to_whole_numbers((3e18, 1e18, 1))
     assert sum(numbers) <= 2**30 + 3 and numbers[2] == 1
     assert numbers[0] / numbers[1] == pytest.approx(3, rel=1e-8)
     order = MixtureOrder((4, 4, 4), numbers)
-    assert sum(order.count_by_source(2**60)) == 2**60  # nothing overflows
+    assert sum(order.count_samples_by_source(2**60)) == 2**60  # nothing overflows
 
 
 # ---------------------------------------------------------------------------------------- sources
@@ -141,7 +141,7 @@ class Captioned(Named):
 
 def mixture(*sources, weights=None, rule="same"):
     names = [f"s{k}" for k in range(len(sources))]
-    return Mixture(sources, names, weights, join_classes(sources, names, rule))
+    return Mixture(sources, names, weights, join_class_names(sources, names, rule))
 
 
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
@@ -149,9 +149,9 @@ def test_same_global_batch_at_any_world_and_worker_count(num_workers):
     """Oracle: the formula of the order, sample by sample, on one rank, no workers; a count by source of what came."""
     source, steps = mixture(Numbers(50), Numbers(7), Numbers(90), weights=[3, 1, 0.5]), (0, 41)
     expected = global_batches(source, steps)
-    order = source.make_order(8, 3)
+    order = source.make_sample_order(8, 3)
     for step, batch in zip(steps, expected):
-        index = order.index_at(torch.arange(24) + 24 * step)
+        index = order.find_sample_index(torch.arange(24) + 24 * step)
         pixels = torch.stack([source[i]["image"] for i in index.tolist()])
         mirrored = batch["image"].ne(pixels).flatten(1).any(1)
         pixels[mirrored] = pixels[mirrored].flip(-1)
@@ -159,7 +159,7 @@ def test_same_global_batch_at_any_world_and_worker_count(num_workers):
     for world, micro_batch in ((2, 12),) if num_workers else ((1, 3), (2, 4), (4, 6)):
         assert same(global_batches(source, steps, world, micro_batch, num_workers), expected)
     with Batches(source, global_batch=24, micro_batch=4, seed=3, world=2, rank=1) as batches:
-        sources, _ = order.find_source_positions(np.arange(24 * 42))
+        sources, _ = order.find_sources_and_positions(np.arange(24 * 42))
         assert batches.count_samples_by_source(42) == {f"samples/s{k}": int((sources == k).sum()) for k in range(3)}
     assert Batches(Numbers(50), global_batch=8, micro_batch=8, seed=0).count_samples_by_source(5) == {}
 
@@ -212,7 +212,7 @@ def test_a_broken_sample_is_replaced_within_its_source():
     batch, bad = source.read_batch(torch.tensor([4, 5, 10]))
     assert batch["label"].tolist() == [0, 1, 5]
     assert bad == [("s0/number 4", "broken on purpose"), ("s1/number 0", "broken on purpose")]
-    assert source.name_sample(5) == "s1/number 0" and source.read_first()["label"] == 0
+    assert source.name_sample(5) == "s1/number 0" and source.read_first_readable()["label"] == 0
     with pytest.raises(Exception) as caught:
         source[5]
     assert caught.value.path == "s1/number 0"
@@ -222,7 +222,7 @@ def test_a_broken_sample_is_replaced_within_its_source():
 
 
 def opened(*words):
-    data = fill_in_codes(load_recipe(None, words).data)
+    data = fill_in_codes_entry(load_recipe(None, words).data)
     return data, *open_sources(data)
 
 
@@ -253,7 +253,7 @@ def test_folders_with_weights_and_held_out_shares(tmp_path):
     assert torch.equal(unseen[0]["image"], alone[0][1][0]["image"]) and reads[0].mixture is None
     # By the numbers of samples, and everything that makes other data is in the fingerprint.
     natural = opened(words[0].replace(", weight: 3", "").replace(", weight: 1", ""), *words[1:])[1]
-    assert natural.weights == to_whole_numbers([len(pair[0]) for pair in alone])
+    assert natural.weights == scale_to_whole_numbers([len(pair[0]) for pair in alone])
     other = opened(words[0], words[1], words[3])[1]
     assert len({source.compute_fingerprint() for source in (train, natural, other)}) == 3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, hash_network, read_encoding_config_and_weights
+from dstrain.encoders.autoencoder import Autoencoder, encode_posterior, get_config_and_weights_to_hash, hash_network
 from dstrain.recipe import ConfigError
 from dstrain.runs.first_stage import open_diffusers_autoencoder
 from dstrain.systems.base import Request
@@ -62,7 +62,7 @@ def test_fingerprint(tmp_path, monkeypatch):
     from diffusers import AutoencoderKL
 
     def of(name, **changes):
-        return Autoencoder(str(first_stage.save(tmp_path / name, **changes))).fingerprint()
+        return Autoencoder(str(first_stage.save(tmp_path / name, **changes))).compute_fingerprint()
 
     plain = of("plain")
     same = {
@@ -89,9 +89,9 @@ def test_fingerprint(tmp_path, monkeypatch):
     known = dict(vae.config)
     for config in (known | {"a_new_key": "x"}, {name: known[name] for name in known if name != "use_quant_conv"}):
         other = Namespace(config=config, state_dict=vae.state_dict)
-        assert hash_network(*read_encoding_config_and_weights(other)) == plain
+        assert hash_network(*get_config_and_weights_to_hash(other)) == plain
     other = Namespace(config=known | {"mid_block_add_attention": False}, state_dict=vae.state_dict)
-    assert hash_network(*read_encoding_config_and_weights(other)) != plain
+    assert hash_network(*get_config_and_weights_to_hash(other)) != plain
 
 
 def test_missing(tmp_path, monkeypatch):
@@ -159,16 +159,16 @@ def test_an_autoencoder_of_representations(tmp_path):
     theirs = AutoencoderRAE.from_pretrained(path)
     ours = Autoencoder(str(path))
     assert (ours.channels, ours.image_channels, ours.factor, ours.scaling_factor) == (64, 3, 8, 1.0)
-    assert ours.read_channel_moments() is None  # It applies them itself.
+    assert ours.read_channel_means_and_stds() is None  # It applies them itself.
     image, keys = torch.rand(2, 3, 16, 16, generator=generator), rng.keys_of_seeds(torch.arange(2))
     with torch.no_grad():
         latents = theirs.encode(image).latent
         pictures = theirs.decode(latents).sample
     torch.testing.assert_close(ours.encode(2 * image - 1, keys), latents)
     torch.testing.assert_close(ours.decode(latents), 2 * pictures - 1)
-    assert Autoencoder(str(path)).fingerprint() == ours.fingerprint()
+    assert Autoencoder(str(path)).compute_fingerprint() == ours.compute_fingerprint()
     other = first_stage.save_of_representations(tmp_path / "other", latents_std=moments["latents_std"])
-    assert Autoencoder(str(other)).fingerprint() != ours.fingerprint()
+    assert Autoencoder(str(other)).compute_fingerprint() != ours.compute_fingerprint()
     ours.set_encode_precision("bf16")
     ours.drop_encoder()
     torch.testing.assert_close(ours.decode(latents), 2 * pictures - 1)

@@ -64,8 +64,8 @@ def test_what_is_cut_is_counted(tmp_path: Path) -> None:
 def test_a_fingerprint_is_of_all_encoders(tmp_path: Path) -> None:
     """Oracle: it changes with a weight of any of the three, and with nothing else."""
     folder = towers.joined(tmp_path)
-    found = [JoinedTextEncoder(str(folder)).fingerprint()]
-    assert JoinedTextEncoder(str(folder), 98).fingerprint() == found[0]
+    found = [JoinedTextEncoder(str(folder)).compute_fingerprint()]
+    assert JoinedTextEncoder(str(folder), 98).compute_fingerprint() == found[0]
     for name, kind in (
         ("text_encoder", CLIPTextModelWithProjection),
         ("text_encoder_2", CLIPTextModelWithProjection),
@@ -75,7 +75,7 @@ def test_a_fingerprint_is_of_all_encoders(tmp_path: Path) -> None:
         with torch.no_grad():
             next(network.parameters())[0, 0] += 1
         network.save_pretrained(folder / name)
-        found.append(JoinedTextEncoder(str(folder)).fingerprint())
+        found.append(JoinedTextEncoder(str(folder)).compute_fingerprint())
     assert len(set(found)) == 4
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from dstrain import rng
 from dstrain.data.cached.rows import pack_caption
-from dstrain.data.source import stack_texts
+from dstrain.data.source import pad_and_stack_texts
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
@@ -108,7 +108,7 @@ def batch(step: int) -> dict[str, Tensor]:
         "label": rng.integers(key, "label", 10),
         "image": rng.integers(key, "image", 256, (1, 8, 8)).to(torch.uint8),
         "video": rng.integers(key, "video", 256, (3, 1, 8, 8)).to(torch.uint8),
-        "caption": stack_texts([pack_caption(f"a bag {step} of {number}") for number in range(GLOBAL)]),
+        "caption": pad_and_stack_texts([pack_caption(f"a bag {step} of {number}") for number in range(GLOBAL)]),
     }
 
 

@@ -45,7 +45,7 @@ def first_image(path: Path) -> object:
         root = Path(os.environ["XDG_CACHE_HOME"], "out")
         convert_data(ConvertOptions(kind.removesuffix(".gz"), path if kind == "npz" else path.parent, root))
     source = open_images(root, 16)
-    return len(source), source.read_first()["image"].shape
+    return len(source), source.read_first_readable()["image"].shape
 
 
 def changed(content: bytes, place: int, new: bytes) -> bytes:

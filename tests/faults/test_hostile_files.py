@@ -126,21 +126,21 @@ GOOD = (("a.png", picture(), {}), ("a.txt", b"a hat", {}))
 
 # What reads: a function of the hostile path. A source gives its first sample, which is a good one that stands in.
 def first_image(path: Path) -> object:
-    return open_images(path.parent, 16).read_first()["image"].shape
+    return open_images(path.parent, 16).read_first_readable()["image"].shape
 
 
 def first_captioned(path: Path) -> object:
-    return len(open_captioned_source(path.parent, 16)), open_captioned_source(path.parent, 16).read_first()[
+    return len(open_captioned_source(path.parent, 16)), open_captioned_source(path.parent, 16).read_first_readable()[
         "image"
     ].shape
 
 
 def first_listed(path: Path) -> object:
-    return open_images(path, 16, request=Request(SUFFIXES, captions=True)).read_first()["image"].shape
+    return open_images(path, 16, request=Request(SUFFIXES, captions=True)).read_first_readable()["image"].shape
 
 
 def first_with_metadata(path: Path) -> object:
-    return open_images(path.parent, 16, request=Request(SUFFIXES, captions=True)).read_first()["image"].shape
+    return open_images(path.parent, 16, request=Request(SUFFIXES, captions=True)).read_first_readable()["image"].shape
 
 
 def first_pair(path: Path) -> object:
@@ -148,7 +148,7 @@ def first_pair(path: Path) -> object:
 
 
 def first_clip(path: Path) -> object:
-    return open_videos(path.parent, Cut(2, 16, 16, 3)).read_first()["video"].shape
+    return open_videos(path.parent, Cut(2, 16, 16, 3)).read_first_readable()["video"].shape
 
 
 def checkpoint(path: Path) -> object:

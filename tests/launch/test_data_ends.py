@@ -31,7 +31,9 @@ def test_a_file_that_breaks_in_the_middle(tmp_path):
     from dstrain.data.order import Order
     from dstrain.data.sources.images import open_images
 
-    last = open_images(data, 32).name_sample(int(Order(24, 0).index_at(22)))  # the third step; of the second rank
+    last = open_images(data, 32).name_sample(
+        int(Order(24, 0).find_sample_index(22))
+    )  # the third step; of the second rank
     shutil.copyfile(data / last, tmp_path / "kept.png")
     size = (data / last).stat().st_size
     break_file(data / last, "empty")

@@ -113,7 +113,7 @@ SLOW = ("faults.timeout_minutes=0.05", "steps=1", "save.asynchronous=false")  # 
 HANGS = {
     "engines": ("dstrain.train:build_engines:1:60", (), True),
     "grid": ("dstrain.train:draw_and_save_samples:1:60", (), True),
-    "metrics": ("dstrain.metrics.table:compute_figures:1:60", ("every.metrics=1",), True),
+    "metrics": ("dstrain.metrics.table:compute_metrics:1:60", ("every.metrics=1",), True),
     "save": ("dstrain.checkpoint.store:Store.commit:1:60", (), True),
     "pieces of the data": ("dstrain.metrics.images:Batch:1:1", ("every.metrics=1",), False),
     "pieces of a grid": (

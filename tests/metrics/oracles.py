@@ -89,4 +89,4 @@ def measured(first: Path, second: Path, size: int, keep: int = 10_000) -> dict[s
         table.collect_statistics(images.open_image_set(path, "--images"), networks, size, keep, compared)
         for path, compared in ((first, False), (second, True))
     ]
-    return {name: value for name, (value, _) in table.compute_figures(networks, *sides).items()}
+    return {name: value for name, (value, _) in table.compute_metrics(networks, *sides).items()}

@@ -8,7 +8,7 @@ from dstrain.data.builtin.fashion import FASHION, Fashion
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion
 from dstrain.metrics import distances
 from dstrain.metrics.builtin import BUILTIN, FILE
-from dstrain.metrics.features import open_features
+from dstrain.metrics.features import open_feature_network
 from dstrain.recipe import ConfigError
 
 WEIGHTS = 1_000_000  # bytes, the most that the package may carry
@@ -16,7 +16,7 @@ WEIGHTS = 1_000_000  # bytes, the most that the package may carry
 
 @pytest.fixture(scope="module")
 def network():
-    return open_features("builtin", torch.device("cpu"))
+    return open_feature_network("builtin", torch.device("cpu"))
 
 
 def images_of(split: str, size: int = 28, channels: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,7 +52,7 @@ def test_distances_tell_pictures_apart(network):
     noise = torch.randint(0, 256, unseen.shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     blurred = torch.nn.functional.avg_pool2d(unseen.float(), 5, 1, 2).byte()
     shoes = unseen[[number for number in range(500) if number % 10 in (5, 7, 9)]]
-    found = [distances.measure_frechet(*train, *moments(images)) for images in (unseen, blurred, shoes, noise)]
+    found = [distances.compute_frechet_distance(*train, *moments(images)) for images in (unseen, blurred, shoes, noise)]
     assert found == sorted(found) and found[0] < 3 and found[1] > 3 * found[0] and found[-1] > 100
 
 
@@ -61,12 +61,15 @@ def test_labels_by_class(network):
     images, labels = images_of("held_out")
     labels = torch.where(torch.arange(500) < 250, labels, (labels + 1) % 10)
     logits = network(images)[1]
-    right, number = network.count_correct(images, logits, labels, None).numpy()
+    right, number = network.count_correct_by_class(images, logits, labels, None).numpy()
     hits = (logits.argmax(1) == labels).numpy()
     assert right.tolist() == [hits[labels.numpy() == label].sum() for label in range(10)]
-    assert number.tolist() == np.bincount(labels).tolist() and network.count_correct(images, logits, None, None) is None
+    assert (
+        number.tolist() == np.bincount(labels).tolist()
+        and network.count_correct_by_class(images, logits, None, None) is None
+    )
     with pytest.raises(ConfigError, match="a label is 10, and builtin knows 10 classes"):
-        network.count_correct(images, logits, labels + 1, None)
+        network.count_correct_by_class(images, logits, labels + 1, None)
 
 
 def test_images_show_their_captions(network):
@@ -76,29 +79,31 @@ def test_images_show_their_captions(network):
     source = Fashion(28, 1, "held_out", captioned=True)
     images, captions = source.images[:, None], [source.read_captions(n)[0] for n in range(len(source))]
     logits = network(images)[1]
-    both, number, item, shade = network.count_correct(images, logits, None, captions).sum(1).tolist()
+    both, number, item, shade = network.count_correct_by_class(images, logits, None, captions).sum(1).tolist()
     assert number == shade == 500 and both == item > 400 and network.parts == ("item", "shade")
     other = {"dark": "light", "light": "dark"}
     swapped = [text.replace(word, other[word]) for text in captions for word in text.split()[1:2]]
-    assert network.count_correct(images, logits, None, swapped).sum(1).tolist() == [0, 500, item, 0]
+    assert network.count_correct_by_class(images, logits, None, swapped).sum(1).tolist() == [0, 500, item, 0]
     bordered = Fashion(32, 3, "held_out")
     images = torch.stack([bordered[n]["image"] for n in range(500)])
-    assert network.count_correct(images, logits, None, captions).sum(1)[3] == 500
+    assert network.count_correct_by_class(images, logits, None, captions).sum(1)[3] == 500
     with pytest.raises(ConfigError, match="'a hat' is no caption of the built-in images, such as 'a dark t-shirt'"):
-        network.count_correct(images[:1], logits[:1], None, ["a hat"])
+        network.count_correct_by_class(images[:1], logits[:1], None, ["a hat"])
 
 
 def test_clips_show_their_captions(network):
     """Oracle: the captions of true clips, by item and by motion; those of the clips before them are mostly wrong."""
     source = MovingFashion(9, 24, 24, 1, "held_out")
     numbers = range(0, len(source), 25)
-    clips, captions = torch.stack([source[n]["video"] for n in numbers]), [source.caption_clip(n) for n in numbers]
+    clips, captions = torch.stack([source[n]["video"] for n in numbers]), [source.compose_caption(n) for n in numbers]
     features, logits = network(clips)
     assert features.shape == (100, network.size)
-    both, number, item, motion = network.count_correct(clips, logits, None, captions).sum(1).tolist()
+    both, number, item, motion = network.count_correct_by_class(clips, logits, None, captions).sum(1).tolist()
     assert number == motion == 100 and both == item > 75 and network.parts == ("item", "motion")
-    both, _, item, motion = network.count_correct(clips, logits, None, captions[1:] + captions[:1]).sum(1).tolist()
+    both, _, item, motion = (
+        network.count_correct_by_class(clips, logits, None, captions[1:] + captions[:1]).sum(1).tolist()
+    )
     words = [tuple(motion for motion in MOTIONS if caption.endswith(motion)) for caption in captions]
     assert motion == sum(a == b for a, b in zip(words, words[1:] + words[:1])) and both <= min(item, motion) < 40
     with pytest.raises(ConfigError, match="'a hat' is no caption of the built-in clips, such as 'a t-shirt moving"):
-        network.count_correct(clips[:1], logits[:1], None, ["a hat"])
+        network.count_correct_by_class(clips[:1], logits[:1], None, ["a hat"])

@@ -6,14 +6,14 @@ from torch.nn import functional as F
 
 from dstrain.data.builtin.fashion import FASHION
 from dstrain.data.builtin.moving import MOTIONS, MovingFashion, list_captions
-from dstrain.metrics.clips import NO_MOTION, average_channels, classify_motions, crop_items
+from dstrain.metrics.clips import NO_MOTION, average_channels, classify_motions, crop_around_items
 
 
 def clips(source: MovingFashion, step: int) -> tuple[torch.Tensor, list[str]]:
     """Every `step`-th clip and its caption."""
     numbers = range(0, len(source), step)
     return torch.stack([source[number]["video"] for number in numbers]), [
-        source.caption_clip(number) for number in numbers
+        source.compose_caption(number) for number in numbers
     ]
 
 
@@ -31,10 +31,10 @@ def test_motions_of_true_clips(frames, height, width, channels, split):
 def test_captions_are_those_of_the_clips():
     """Oracle: the source's own captions and labels: every one is known, with its item."""
     source = MovingFashion(2, 8, 8, 1, "held_out")
-    assert {source.caption_clip(number) for number in range(len(source))} == set(list_captions())
+    assert {source.compose_caption(number) for number in range(len(source))} == set(list_captions())
     for number in range(0, len(source), 97):
-        item, motion = list_captions()[source.caption_clip(number)]
-        assert item == source[number]["label"] and source.caption_clip(number).endswith(
+        item, motion = list_captions()[source.compose_caption(number)]
+        assert item == source[number]["label"] and source.compose_caption(number).endswith(
             f"{FASHION[item]} {list(MOTIONS)[motion]}"
         )
 
@@ -69,7 +69,7 @@ def test_items_are_cut_out(height, width):
         )[None],
         align_corners=False,
     )[0]
-    found = crop_items(frames)
+    found = crop_around_items(frames)
     assert found.shape == (3, 1, 28, 28)
     assert (found - inner).abs().mean() < 0.05  # edges of brightness are not quite the square's
     torch.testing.assert_close(found[0], found[1], atol=1e-4, rtol=0)  # and the place does not matter

@@ -29,8 +29,8 @@ def test_frechet_of_diagonal_gaussians():
     turn = torch.linalg.qr(torch.randn(50, 50, dtype=torch.float64, generator=random))[0]
     turned = (turn @ m, turn @ s.diag() @ turn.T, turn @ n, turn @ t.diag() @ turn.T)
     expected = ((m - n).square() + (s.sqrt() - t.sqrt()).square()).sum().item()
-    assert distances.measure_frechet(*turned) == pytest.approx(expected, rel=1e-9)
-    assert distances.measure_frechet(*turned[:2], *turned[:2]) == pytest.approx(0, abs=1e-9)
+    assert distances.compute_frechet_distance(*turned) == pytest.approx(expected, rel=1e-9)
+    assert distances.compute_frechet_distance(*turned[:2], *turned[:2]) == pytest.approx(0, abs=1e-9)
 
 
 @pytest.mark.parametrize("count", [400, 60])
@@ -41,13 +41,13 @@ def test_frechet_of_pytorch_fid(count, monkeypatch):
     monkeypatch.setattr(reference.linalg, "sqrtm", lambda values, disp: (root(values), None))
     first, second = moments(rows(count, 96, 0)), moments(rows(count + 50, 96, 1, 1.2, 0.1))
     expected = reference.calculate_frechet_distance(*(values.numpy() for values in (*first, *second)))
-    assert distances.measure_frechet(*first, *second) == pytest.approx(expected, rel=1e-4)
+    assert distances.compute_frechet_distance(*first, *second) == pytest.approx(expected, rel=1e-4)
 
 
 def test_kid_of_whole_sets():
     """Oracle: numpy in float64: the unbiased estimate over all pairs, which every subset of a whole set gives."""
     x, y = rows(80, 12, 0), rows(80, 12, 1, shift=0.2)
-    mean, deviation = distances.measure_kid(x, y)
+    mean, deviation = distances.compute_kid(x, y)
     kernels = [(a.double().numpy() @ b.double().numpy().T / 12 + 1) ** 3 for a, b in ((x, x), (y, y), (x, y))]
     off = ~np.eye(80, dtype=bool)
     assert mean == pytest.approx(kernels[0][off].mean() + kernels[1][off].mean() - 2 * kernels[2].mean(), rel=1e-5)
@@ -70,7 +70,7 @@ def test_kid_of_torch_fidelity():
         rng_seed=2020,
         verbose=False,
     )
-    assert distances.measure_kid(x, y) == pytest.approx(
+    assert distances.compute_kid(x, y) == pytest.approx(
         (expected["kernel_inception_distance_mean"], expected["kernel_inception_distance_std"]), rel=1e-4
     )
 

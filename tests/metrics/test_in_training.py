@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import train
-from dstrain.data.builtin.fashion import Fashion, find_shades, list_captions
+from dstrain.data.builtin.fashion import Fashion, classify_shades, list_captions
 from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.metrics import table
-from dstrain.metrics.features import open_features
-from dstrain.metrics.in_training import build_and_prepare_quality, build_quality
+from dstrain.metrics.features import open_feature_network
+from dstrain.metrics.in_training import build_and_prepare_training_metrics, build_training_metrics
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import Batch, Nets, Request, System
 from tests.support import counting, gloo, towers
@@ -59,14 +59,14 @@ def measured(rank: int, *folders: str) -> list[tuple[dict[str, float], int, list
     results = []
     for folder in folders:
         system, source = Copies(), Fashion(28, 1)
-        figures = build_and_prepare_quality(run_in(Path(folder)), system, source, None).measure({}, 16)
+        figures = build_and_prepare_training_metrics(run_in(Path(folder)), system, source, None).measure({}, 16)
         results.append((figures, system.calls, sorted(path.name for path in Path(folder).iterdir())))
     return results
 
 
 def test_figures_on_one_rank_and_two(tmp_path):
     """Oracle: Frechet's formula in numpy and the classifier's own labels, over images 3 to 132 of the train split."""
-    features, logits = open_features("builtin")(Fashion(28, 1).images[:, None])
+    features, logits = open_feature_network("builtin")(Fashion(28, 1).images[:, None])
     labels = logits.argmax(1).numpy()
     rows, drawn = features.double().numpy(), features.double().numpy()[3 : 3 + NUM]
     cross = np.linalg.eigvals(np.cov(drawn.T) @ np.cov(rows.T)).real.clip(0) ** 0.5
@@ -99,7 +99,7 @@ def told_of(folder: str, samples: dict[str, Any] | None = None, **data: Any) -> 
 
 def told(rank: int, folder: str, patterns: tuple[str, ...]) -> dict[str, float]:
     run = told_of(folder, leave_out=patterns)
-    return build_and_prepare_quality(run, Told(), Fashion(28, 1), None).measure({}, 16)
+    return build_and_prepare_training_metrics(run, Told(), Fashion(28, 1), None).measure({}, 16)
 
 
 def test_captions_left_out_are_counted_apart(tmp_path):
@@ -108,7 +108,10 @@ def test_captions_left_out_are_counted_apart(tmp_path):
     """
     asked = [*list_captions().items()]
     images = Fashion(28, 1).images[3 : 3 + NUM]
-    items, shades = open_features("builtin")(images[:, None])[1].argmax(1).tolist(), find_shades(images).tolist()
+    items, shades = (
+        open_feature_network("builtin")(images[:, None])[1].argmax(1).tolist(),
+        classify_shades(images).tolist(),
+    )
     expected = {"": [], "_left_out": []}
     for number in range(NUM):
         caption, (item, shade) = asked[number % len(asked)]
@@ -133,7 +136,7 @@ def test_captions_left_out_are_counted_apart(tmp_path):
     towers.clip(tmp_path / "clip")
     towers.preprocessing(tmp_path / "clip")
     with pytest.raises(ConfigError, match="samples.prompts: data.leave_out names all of them"):
-        build_quality(run, Told(), Fashion(28, 1), None)
+        build_training_metrics(run, Told(), Fashion(28, 1), None)
 
 
 def test_features_of_the_data_are_kept(tmp_path, monkeypatch):
@@ -146,7 +149,7 @@ def test_features_of_the_data_are_kept(tmp_path, monkeypatch):
 
     def opened(**samples) -> int:
         described.clear()
-        build_and_prepare_quality(run_in(path, samples=samples), Copies(), Fashion(28, 1), source)
+        build_and_prepare_training_metrics(run_in(path, samples=samples), Copies(), Fashion(28, 1), source)
         return len(described)
 
     assert [opened(metrics_split="held_out"), opened(metrics_split="held_out"), opened()] == [1, 0, 1]
@@ -167,7 +170,7 @@ def test_features_of_the_data_are_kept(tmp_path, monkeypatch):
 )
 def test_the_lowest_score_is_the_best(tmp_path, best, figures, score):
     """Oracle: by hand: a distance counts as it is, an accuracy as its negative; the held-out loss is no metric."""
-    quality = build_quality(run_in(tmp_path, save={"best": best}), Copies(), Fashion(28, 1), None)
+    quality = build_training_metrics(run_in(tmp_path, save={"best": best}), Copies(), Fashion(28, 1), None)
     assert quality.score(figures) == score
 
 
@@ -210,7 +213,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path, system, sections, message)
     run = run.model_copy(update={"data": run.data.model_copy(update=sections.get("data", {}))})
     instance = system(counting.Config()) if system is counting.Counting else system()
     with pytest.raises(ConfigError) as caught:
-        build_quality(run, instance, Fashion(28, 1), None)
+        build_training_metrics(run, instance, Fashion(28, 1), None)
     assert message in str(caught.value)
 
 
@@ -233,7 +236,7 @@ def test_metrics_by_default(tmp_path, system, data, steps, metrics):
     """Oracle: by hand: what the built-in data and the model allow, where the recipe names none; nothing elsewhere."""
     run = run_in(tmp_path, samples={"metrics": None}, every={"metrics": steps})
     run = run.model_copy(update={"data": run.data.model_copy(update={"path": data})})
-    quality = build_quality(run, system(), Fashion(28, 1), None)
+    quality = build_training_metrics(run, system(), Fashion(28, 1), None)
     assert quality is None if metrics is None else set(quality.metrics) == metrics
 
 
@@ -252,7 +255,7 @@ def test_the_best_by_a_metric_of_the_default(tmp_path, system, best, message):
     """Oracle: by hand: what is measured where the recipe names no metrics may be chosen by, and nothing else."""
     run = run_in(tmp_path, samples={"metrics": None}, save={"best": best})
     with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
-        assert best in build_quality(run, system(), Fashion(28, 1), None).metrics
+        assert best in build_training_metrics(run, system(), Fashion(28, 1), None).metrics
 
 
 class Shown:
@@ -282,7 +285,7 @@ def test_every_average_is_measured(tmp_path):
     run, masters, reports = run_in(tmp_path, ema={"decays": [0.9], "profiles": [0.1]}), {"net": Shown()}, []
     ema, quality = (
         EmaShadow(masters, run.ema, ("net",)),
-        build_and_prepare_quality(run, system := Shifted(), Fashion(28, 1), None),
+        build_and_prepare_training_metrics(run, system := Shifted(), Fashion(28, 1), None),
     )
     expected = {}
     for name, prefix, weight in ((0.9, "", 40.0), (0.1, "ema_0.1/", 700.0)):

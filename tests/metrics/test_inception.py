@@ -5,7 +5,7 @@ import pytest
 import torch
 from torchvision.models import inception
 
-from dstrain.metrics.features import open_features
+from dstrain.metrics.features import open_feature_network
 from dstrain.metrics.inception import resize_as_clean_fid, resize_as_tensorflow
 from dstrain.recipe import ConfigError
 from tests.metrics.oracles import noise, seeded_inception
@@ -21,7 +21,7 @@ def test_blocks_of_torchvision(weights):
     """Oracle: torchvision's blocks, which take the same weights by name; pools differ at the border, and in 7c."""
     network = inception.Inception3(num_classes=1008, aux_logits=False, init_weights=False).eval()
     network.load_state_dict(torch.load(weights, weights_only=True))
-    ours = open_features(f"inception:{weights}")._network
+    ours = open_feature_network(f"inception:{weights}")._network
     x = torch.rand(1, 3, 107, 123, generator=torch.Generator().manual_seed(0)) * 2 - 1
     y = network.maxpool2(
         network.Conv2d_4a_3x3(
@@ -48,7 +48,7 @@ def test_torch_fidelity(weights):
         "inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(weights)
     )
     images = noise(2, 28, 320)
-    for ours, theirs in zip(open_features(f"inception:{weights}")(images), extractor(images)):
+    for ours, theirs in zip(open_feature_network(f"inception:{weights}")(images), extractor(images)):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
@@ -58,7 +58,7 @@ def test_pytorch_fid(weights, monkeypatch):
     monkeypatch.setattr(reference, "load_state_dict_from_url", lambda *_, **__: torch.load(weights, weights_only=True))
     images = noise(2)
     expected = reference.InceptionV3([3]).eval()(images.float() / 255)[0][:, :, 0, 0]
-    features, _ = open_features(f"pytorch-fid:{weights}")(images)
+    features, _ = open_feature_network(f"pytorch-fid:{weights}")(images)
     torch.testing.assert_close(features, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -87,7 +87,7 @@ def test_tensorflow_resize():
 
 def test_spatial_features_and_grey(weights):
     """Oracle: a hook on the block that ADM names mixed_6; grey is the same as three equal channels."""
-    features = open_features(f"inception:{weights}")
+    features = open_feature_network(f"inception:{weights}")
     seen = []
     handle = features._network.Mixed_6d.branch1x1.register_forward_hook(lambda *args: seen.append(args[-1]))
     features(noise(1, channels=1))
@@ -110,4 +110,4 @@ def test_refused(tmp_path, words, message):
     """Oracle: the message names the option and the remedy."""
     (tmp_path / "damaged").write_bytes(b"no weights")
     with pytest.raises(ConfigError, match=f"--features .*{message}"):
-        open_features(words.format(damaged=tmp_path / "damaged"))
+        open_feature_network(words.format(damaged=tmp_path / "damaged"))

@@ -13,7 +13,7 @@ from dstrain.commands.evaluating.quality import write_reference
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.fashion import Fashion
 from dstrain.metrics import table
-from dstrain.metrics.in_training import build_and_prepare_quality, build_quality
+from dstrain.metrics.in_training import build_and_prepare_training_metrics, build_training_metrics
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.run import Codes
 from dstrain.systems.base import Nets, Request
@@ -103,12 +103,12 @@ def test_what_a_run_on_codes_compares_with(tmp_path, words, kind):
     place = REFERENCES[kind](tmp_path, words)
     run = run_on_codes(tmp_path / "run", words, place)
     run.directory.mkdir()
-    first = build_and_prepare_quality(run, Painter(), None, None).measure({}, 7)
-    other = build_and_prepare_quality(
+    first = build_and_prepare_training_metrics(run, Painter(), None, None).measure({}, 7)
+    other = build_and_prepare_training_metrics(
         run_on_codes(tmp_path / "run", words, arrays(tmp_path / "n.npz", noise(20))), Painter(), None, None
     )
     assert first["fid"] < 1e-3 < 1 < other.measure({}, 7)["fid"]
-    assert build_and_prepare_quality(run, Painter(), None, None).measure({}, 7) == first
+    assert build_and_prepare_training_metrics(run, Painter(), None, None).measure({}, 7) == first
 
 
 def test_images_are_described_once(tmp_path, words, monkeypatch):
@@ -124,7 +124,7 @@ def test_images_are_described_once(tmp_path, words, monkeypatch):
 
     def opened(place: Path) -> int:
         described.clear()
-        build_and_prepare_quality(run_on_codes(tmp_path / "run", words, place), Painter(), None, None)
+        build_and_prepare_training_metrics(run_on_codes(tmp_path / "run", words, place), Painter(), None, None)
         return len(described)
 
     array = arrays(tmp_path / "a.npz", noise(9))
@@ -135,7 +135,7 @@ def test_images_are_described_once(tmp_path, words, monkeypatch):
 
 
 def work(rank: int, folder: Path, words: str, place: Path) -> dict[str, float]:
-    return build_and_prepare_quality(run_on_codes(folder, words, place), Painter(), None, None).measure({}, 7)
+    return build_and_prepare_training_metrics(run_on_codes(folder, words, place), Painter(), None, None).measure({}, 7)
 
 
 def test_two_ranks(tmp_path, words):
@@ -188,17 +188,19 @@ def test_what_is_refused_at_the_start(tmp_path, words, kind, monkeypatch):
     if place is None:
         run = run.model_copy(update={"samples": run.samples.model_copy(update={"reference": None})})
     if entries.get("metrics") == ["clip_score"]:
-        monkeypatch.setattr(table, "open_features", lambda words: type("Clip", (), {"name": "clip", "fingerprint": ""}))
+        monkeypatch.setattr(
+            table, "open_feature_network", lambda words: type("Clip", (), {"name": "clip", "fingerprint": ""})
+        )
         run = run.model_copy(update={"samples": run.samples.model_copy(update={"features": ("clip:x",)})})
     with pytest.raises(ConfigError) as caught:
-        build_quality(run, Painter(), Fashion(32, 3), None)
+        build_training_metrics(run, Painter(), Fashion(32, 3), None)
     assert message.format(place=place) in str(caught.value) and "--reference " not in str(caught.value)
 
 
 def test_metrics_where_a_reference_is_all_that_is_named(tmp_path, words):
     """Oracle: the guide: fid of pictures."""
     run = run_on_codes(tmp_path / "run", words, arrays(tmp_path / "a.npz", noise(9)), metrics=None)
-    assert build_quality(run, Painter(), Fashion(32, 3), None).metrics == ("fid",)
+    assert build_training_metrics(run, Painter(), Fashion(32, 3), None).metrics == ("fid",)
 
 
 def test_a_reference_that_changes_or_cannot_be_read_is_said(tmp_path, words, capsys):
@@ -210,9 +212,9 @@ def test_a_reference_that_changes_or_cannot_be_read_is_said(tmp_path, words, cap
     run.directory.mkdir()
     (place / "005.png").write_bytes(b"none")
     for expected in (["1 of 24 images", "005.png"], []):
-        build_and_prepare_quality(run, Painter(), None, None)
+        build_and_prepare_training_metrics(run, Painter(), None, None)
         notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
         assert len(notes) == bool(expected) and all(word in "".join(notes) for word in expected), notes
     (place / "005.png").unlink()
-    build_and_prepare_quality(run, Painter(), None, None)
+    build_and_prepare_training_metrics(run, Painter(), None, None)
     assert f"note: every.metrics: {place} is not what earlier figures" in capsys.readouterr().out

@@ -11,9 +11,9 @@ from dstrain.commands.evaluating.quality import measure_quality
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.fashion import FASHION, Fashion
-from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _paste_item, make_caption
-from dstrain.metrics.clips import SCENES, choose_story_conditions, compute_scene_scores, sum_scene_measurements
-from dstrain.metrics.features import open_features
+from dstrain.data.builtin.moving import MOTIONS, MovingFashion, _draw_moving_item, make_caption
+from dstrain.metrics.clips import SCENES, choose_story_items_and_motions, compute_scene_scores, sum_scene_measurements
+from dstrain.metrics.features import open_feature_network
 from tests.support import checkpoints, gloo, tokenizer
 from tests.support.launch import here
 
@@ -24,7 +24,7 @@ ENDS = [9, 17, 25, 33]
 
 @pytest.fixture(scope="module")
 def network():
-    return open_features("builtin", torch.device("cpu"))
+    return open_feature_network("builtin", torch.device("cpu"))
 
 
 def true_story(item: torch.Tensor, motions: list[int]) -> torch.Tensor:
@@ -47,14 +47,14 @@ def true_story(item: torch.Tensor, motions: list[int]) -> torch.Tensor:
                 path += (place + FREE * direction[axis] * time).tolist()
                 place += FREE * direction[axis]
         paths.append(torch.tensor(path))
-    return _paste_item(item, *paths, SIDE, SIDE)[:, None]
+    return _draw_moving_item(item, *paths, SIDE, SIDE)[:, None]
 
 
 def test_true_stories(network):
     """Oracle: how they were made: every motion is right, steps at seams are as long as others, and the item is as well
     known in each scene as in single clips of this size (86 %).
     """
-    items, motions = choose_story_conditions(torch.arange(NUM))
+    items, motions = choose_story_items_and_motions(torch.arange(NUM))
     images = Fashion(SIZE, 1, "held_out")
     numbers = [np.flatnonzero(images.labels == item)[turn // 10] for turn, item in enumerate(items.tolist())]
     videos = torch.stack(
@@ -73,7 +73,7 @@ def test_true_stories(network):
 
 def test_stories_glued_from_others(network):
     """Oracle: chance: a tenth of unrelated clips shows the first one's item, a fifth moves as told; seams are jumps."""
-    items, motions = choose_story_conditions(torch.arange(NUM))
+    items, motions = choose_story_items_and_motions(torch.arange(NUM))
     source = MovingFashion(9, SIDE, SIDE, 1, "held_out")
     clips = torch.stack([source[number]["video"] for number in range(4 * NUM)])
     clips = clips.view(NUM, SCENES, 9, 1, SIDE, SIDE)
@@ -90,11 +90,11 @@ def test_stories_glued_from_others(network):
 
 def test_seeds_tell_stories():
     """Oracle: what a story is: every item in turn, four different motions, all of which come first now and then."""
-    items, motions = choose_story_conditions(torch.arange(100))
+    items, motions = choose_story_items_and_motions(torch.arange(100))
     assert items.tolist() == [*range(len(FASHION))] * 10
     assert all(len({*row}) == SCENES for row in motions.tolist())
     assert {*motions[:, 0].tolist()} == {*motions[:, -1].tolist()} == {*range(len(MOTIONS))}
-    assert torch.equal(choose_story_conditions(torch.arange(40, 60))[1], motions[40:60])
+    assert torch.equal(choose_story_items_and_motions(torch.arange(40, 60))[1], motions[40:60])
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def test_a_run_tells_stories(run, network, tmp_path):
     """Oracle: the stories that generate --scenes draws for the same seeds, one by one; and two ranks, one of which is
     left without a story in the last round.
     """
-    items, motions = choose_story_conditions(3 + torch.arange(5))
+    items, motions = choose_story_items_and_motions(3 + torch.arange(5))
     videos = []
     for number, (item, asked) in enumerate(zip(items.tolist(), motions.tolist())):
         texts = tuple(make_caption(FASHION[item], list(MOTIONS)[motion]) for motion in asked)

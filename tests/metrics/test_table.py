@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import Dinov2Config, Dinov2Model, VideoMAEConfig, VideoMAEModel
 
 from dstrain.metrics import compared, distances, images, reference, table
-from dstrain.metrics.features import open_features
+from dstrain.metrics.features import open_feature_network
 from dstrain.metrics.statistics import Statistics
 from dstrain.recipe import ConfigError
 from tests.metrics.oracles import Projected, VideoDetector, arrays, detector, measured, noise, two_sets
@@ -31,8 +31,8 @@ def test_of_all_features_at_once(sets):
     values = measured(*sets, 16)
     first, second = ((rows.double().mean(0), torch.from_numpy(np.cov(rows.double().numpy().T))) for rows in (x, y))
     expected = {
-        "fid": distances.measure_frechet(*first, *second),
-        "kid": distances.measure_kid(x, y)[0],
+        "fid": distances.compute_frechet_distance(*first, *second),
+        "kid": distances.compute_kid(x, y)[0],
         **distances.measure_manifold_overlap(x, y),
     }
     p = logits.double().softmax(1).numpy()[np.random.RandomState(2020).permutation(103)]
@@ -148,7 +148,7 @@ def test_files_of_statistics(tmp_path):
     statistics = reference.read_reference_statistics(tmp_path / "adm.npz", [network], device)
     statistics["inception"].kept = torch.from_numpy(rows).float()
     statistics["inception"].count, statistics["inception"].fingerprint = 50, "seeded"
-    reference.write_reference(tmp_path / "ours.npz", statistics)
+    reference.write_reference_statistics(tmp_path / "ours.npz", statistics)
     for name in ("adm.npz", "clean.npz", "edm2.pkl", "ours.npz"):
         found = reference.read_reference_statistics(tmp_path / name, [network], device)["inception"]
         assert np.array_equal(found.mean, mu) and np.array_equal(found.covariance, sigma)
@@ -177,7 +177,7 @@ def test_statistics_that_a_file_lacks_are_taken_of_its_images(tmp_path):
     opened = compared.open_reference(path, {"fid": network, "kid": network}, 20)
     rows = network(pixels)[0].double()
     collected = Statistics(rows.mean(0), torch.cov(rows.T), len(rows))
-    found = opened.read_statistics(lambda images, networks: {"inception": collected})["inception"]
+    found = opened.collect_missing_statistics(lambda images, networks: {"inception": collected})["inception"]
     assert list(opened.networks) == ["fid"] and torch.equal(found.mean, rows.mean(0))
     assert np.array_equal(found.kept, feats.astype(np.float32))
 
@@ -195,11 +195,11 @@ def test_towers(tmp_path):
     with torch.no_grad():
         expected = dino(pixel_values=pixels).pooler_output
         moving = video(pixel_values=pixels[:, None].expand(-1, 4, -1, -1, -1)).last_hidden_state.mean(1)
-    torch.testing.assert_close(open_features(f"dinov2:{tmp_path / 'dino'}")(batch)[0], expected)
+    torch.testing.assert_close(open_feature_network(f"dinov2:{tmp_path / 'dino'}")(batch)[0], expected)
     clips = batch[:, None].expand(-1, 9, -1, -1, -1)
-    torch.testing.assert_close(open_features(f"videomae:{tmp_path / 'video'}")(clips)[0], moving)
+    torch.testing.assert_close(open_feature_network(f"videomae:{tmp_path / 'video'}")(clips)[0], moving)
     with pytest.raises(ConfigError, match="holds a model of type videomae"):
-        open_features(f"dinov2:{tmp_path / 'video'}")
+        open_feature_network(f"dinov2:{tmp_path / 'video'}")
 
     towers.clip(tmp_path / "clip")
     networks = table.open_metric_networks(("clip_score", "fd_clip"), [f"clip:{tmp_path / 'clip'}"])
@@ -207,16 +207,16 @@ def test_towers(tmp_path):
     path = arrays(tmp_path / "c.npz", batch, prompts=np.array(captions))
     statistics = table.collect_statistics(images.open_image_set(path, "--images"), networks, 2)
     cosine = torch.cosine_similarity(clip(batch)[0], clip.embed_texts(captions)).mean().item()
-    assert table.compute_figures(networks, statistics, statistics)["clip_score"][0] == pytest.approx(
+    assert table.compute_metrics(networks, statistics, statistics)["clip_score"][0] == pytest.approx(
         max(100 * cosine, 0)
     )
     apart = table.collect_statistics(images.open_image_set(path, "--images"), networks, 2, left_out=("*MOON",))
-    figures = table.compute_figures(networks, apart, statistics)
+    figures = table.compute_metrics(networks, apart, statistics)
     for name, row in (("clip_score", 0), ("clip_score_left_out", 1)):
         cosine = torch.cosine_similarity(clip(batch)[0], clip.embed_texts(captions))[row].item()
         assert figures[name][0] == pytest.approx(max(100 * cosine, 0), abs=1e-5)
     alone = table.collect_statistics(images.open_image_set(path, "--images"), networks, 2, left_out=("*a*", "the *"))
-    assert {*table.compute_figures(networks, alone, statistics)} == {"clip_score_left_out", "fd_clip"}
+    assert {*table.compute_metrics(networks, alone, statistics)} == {"clip_score_left_out", "fd_clip"}
     with pytest.raises(ConfigError, match="clip_score needs captions"):
         table.collect_statistics(images.open_image_set(arrays(tmp_path / "d.npz", batch), "--images"), networks, 2)
 
@@ -238,7 +238,7 @@ def test_networks_are_chosen(tmp_path):
 
 def test_torchscript_features(tmp_path):
     """Oracle: means of the quarters, by numpy; grey counts as three equal channels."""
-    network = open_features(f"torchscript:{detector(tmp_path / 'detector.pt')}")
+    network = open_feature_network(f"torchscript:{detector(tmp_path / 'detector.pt')}")
     batch = noise(2, 8, 8, channels=1)
     means = batch[:, 0].double().numpy().reshape(2, 4, 2, 4, 2).mean((2, 4)).reshape(2, 16) / 255
     assert np.abs(network(batch)[0][:, :48].numpy() - np.tile(means, 3)).max() < 1e-6
@@ -246,7 +246,7 @@ def test_torchscript_features(tmp_path):
     torch.save({}, buffer)
     (tmp_path / "weights.pt").write_bytes(buffer.getvalue())
     with pytest.raises(ConfigError, match="no TorchScript file"):
-        open_features(f"torchscript:{tmp_path / 'weights.pt'}")
+        open_feature_network(f"torchscript:{tmp_path / 'weights.pt'}")
 
 
 def test_fvd_of_clips(tmp_path):
@@ -261,8 +261,8 @@ def test_fvd_of_clips(tmp_path):
         for part in (clips[0].double().numpy(), (clips[1] // 2).double().numpy())
     ]
     first, second = ((torch.from_numpy(part.mean(0)), torch.from_numpy(np.cov(part.T))) for part in rows)
-    assert table.compute_figures(networks, *sides)["fvd"][0] == pytest.approx(
-        distances.measure_frechet(*first, *second), rel=1e-5
+    assert table.compute_metrics(networks, *sides)["fvd"][0] == pytest.approx(
+        distances.compute_frechet_distance(*first, *second), rel=1e-5
     )
     with pytest.raises(ConfigError, match="i3d .*: it takes clips, and these are images"):
         table.collect_statistics(images.open_image_set(arrays(tmp_path / "x.npz", noise(3)), "--images"), networks, 4)

@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from dstrain import recipe, systems
 from dstrain.data.batches import Batches
-from dstrain.data.open import fill_in_codes, open_sources
+from dstrain.data.open import fill_in_codes_entry, open_sources
 from dstrain.recipe import trust
 from tests.support.launch import ROOT, here, launch
 
@@ -66,7 +66,7 @@ def words(folder, stage):
 def first_loss(folder):
     """The first training loss in plain torch: the constructor's weights, one process, no engine."""
     run = recipe.load_recipe(folder / "recipe.yaml")
-    run = run.model_copy(update={"data": fill_in_codes(run.data)})
+    run = run.model_copy(update={"data": fill_in_codes_entry(run.data)})
     system = systems.build(run.system, recipe.complete_model_section(run, systems.find_config_class(run.system)).model)
     torch.manual_seed(run.seed)
     nets = system.networks()

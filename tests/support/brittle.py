@@ -122,7 +122,7 @@ def prepare(folder: Path, white: Iterable[int], black: Iterable[int] = (), count
     """Writes images, of which one in each of these batches of the data's stream is marked; returns the recipe."""
     order, noise = Order(count, SEED), np.random.default_rng(0)
     marked = {
-        int(order.index_at(torch.tensor([batch * BATCH + batch % BATCH]))): value
+        int(order.find_sample_index(torch.tensor([batch * BATCH + batch % BATCH]))): value
         for batches, value in ((white, 255), (black, 0))
         for batch in batches
     }

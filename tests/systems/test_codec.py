@@ -237,7 +237,7 @@ def test_folders_that_hold_none(tmp_path):
     refused(tmp_path / "nowhere", "there is no folder .*; write one with dstrain export RUN --format safetensors")
     refused(tmp_path / "run", ".*/run is a run and no export; write one with dstrain export RUN --format")
     to_diffusers.save_export(system, nets, tmp_path / "theirs", lambda: {"scaling_factor": 1.0})
-    assert Autoencoder(str(tmp_path / "theirs")).fingerprint() == Codec.load(tmp_path / "out").fingerprint
+    assert Autoencoder(str(tmp_path / "theirs")).compute_fingerprint() == Codec.load(tmp_path / "out").fingerprint
     refused(tmp_path / "theirs", ".* holds weights of diffusers and no recipe.yaml; write one with dstrain export")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", ".* holds no recipe.yaml; write one with dstrain export RUN")

@@ -33,7 +33,7 @@ from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.cached.embeddings import PLAN, read_pairs_plan
 from dstrain.data.cached.rows import FOLDERS
 from dstrain.data.index.build import run_on_rank_0
-from dstrain.data.source import Source, describe_truncated_captions, read_items, stack_texts
+from dstrain.data.source import Source, describe_truncated_captions, pad_and_stack_texts, read_items_or_substitutes
 from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.disk import atomic
 from dstrain.distributed import group
@@ -110,7 +110,7 @@ def _describe_embedding(options: EncodeOptions, encoders: Encoders, source: Sour
         "text_embed_dim": text.embed_dim,
         "max_text_len": text.max_length,
         "text_encodings_dim": text.encodings_dim,
-        "text_encoder": text.fingerprint(),
+        "text_encoder": text.compute_fingerprint(),
         "complete": False,
         "image_encoder": hash_network({"class": type(image.model).__name__}, weights),
         "data": group.broadcast_from_first(source.compute_fingerprint() if group.rank() == 0 else None),
@@ -184,7 +184,7 @@ def _make_shards(
             stop = min((number + 1) * options.shard_size, total)
             for start in range(number * options.shard_size, stop, options.batch):
                 rows = range(start, min(start + options.batch, stop))
-                items, bad = read_items(source, list(rows))
+                items, bad = read_items_or_substitutes(source, list(rows))
                 unreadable.update(bad)
                 require_few_unreadable_samples(all_bad | dict(unreadable), total, options.max_bad_fraction, "pairs")
                 parts.append(_embed_batch(options, encoders, items))
@@ -201,7 +201,7 @@ def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dic
     if a value is not finite in that dtype.
     """
     full = [*items, *[items[-1]] * (options.batch - len(items))]
-    captions = unpack_captions(stack_texts([item["caption"] for item in full]))
+    captions = unpack_captions(pad_and_stack_texts([item["caption"] for item in full]))
     texts = encoders.text.encode(captions)
     embedded = {"image_embed": encoders.image.encode(torch.stack([item["image"] for item in full]).to(group.device()))}
     embedded |= {

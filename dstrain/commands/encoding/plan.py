@@ -13,12 +13,12 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.index.build import run_on_rank_0
 from dstrain.data.open import BuiltinData, CodesData, make_request, open_sources
-from dstrain.data.source import Source, read_items
+from dstrain.data.source import Source, read_items_or_substitutes
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import Windows
 from dstrain.distributed import group
 from dstrain.encoders.joined_text import open_text_encoder
-from dstrain.encoders.precision import require_precision
+from dstrain.encoders.precision import require_supported_precision
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.runs import first_stage
@@ -40,7 +40,7 @@ def plan_encoding(options: EncodeOptions) -> Plan:
     the encoding, which is the same on all ranks. Raises ConfigError if options do not go together or do not suit the
     data.
     """
-    require_precision(options.precision)
+    require_supported_precision(options.precision)
     if options.run is not None:
         stage = first_stage.open_run(options.run, options.ema, options.raw, options.step, options.precision)
     else:
@@ -98,7 +98,7 @@ def _open_source_and_describe_encoding(
     determine the codes (Plan.encoding). Raises ConfigError if a text encoder is given and the data have no captions.
     """
     source, size = _open_source(options, stage)
-    (first,), _ = read_items(source, [0])
+    (first,), _ = read_items_or_substitutes(source, [0])
     if texts is not None and "caption" not in first:
         raise ConfigError(
             f"--text-encoder {options.text_encoder}: the videos have no captions to encode; write X.txt "
@@ -130,7 +130,7 @@ def _open_source_and_describe_encoding(
     if tokens:
         encoding["codebook_size"] = stage.codebook_size
     text = texts and {
-        "encoder": texts.fingerprint(),
+        "encoder": texts.compute_fingerprint(),
         "shape": [texts.max_length, texts.encodings_dim],
         "dtype": options.dtype,
     }

@@ -18,15 +18,15 @@ from dstrain.checkpoint.manifest import read_manifest
 from dstrain.commands.evaluating.results import describe_command_and_machine, publish_result
 from dstrain.commands.evaluating.sampled_sets import SAMPLING, Drawn, Stories
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.data.open import open_builtin, open_sources, open_split
+from dstrain.data.open import open_if_builtin, open_sources, open_split
 from dstrain.data.source import Source
 from dstrain.data.views import Spread
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
-from dstrain.encoders.precision import choose_dtype, require_precision, use_precision
+from dstrain.encoders.precision import choose_weight_dtype, require_supported_precision, use_precision
 from dstrain.metrics import clips, reference, table
 from dstrain.metrics.compared import Compared, open_recipe_reference, open_reference
-from dstrain.metrics.features import open_features
+from dstrain.metrics.features import open_feature_network
 from dstrain.metrics.images import Images, Sourced, open_image_set
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
@@ -44,7 +44,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
     Returns the path of the JSON file, or None, and its content. Raises ConfigError, with the remedy, if something
     cannot be measured, before anything is drawn.
     """
-    require_precision(options.precision)
+    require_supported_precision(options.precision)
     begun = time.perf_counter()
     run = trained.read_recipe(options.folder) if options.folder else None
     measured_path = options.folder or options.images
@@ -55,7 +55,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
     networks: dict[str, Features]
     place, kept = None, {}
     if options.metrics == ("scenes",):
-        networks = {"scenes": open_features("builtin")}
+        networks = {"scenes": open_feature_network("builtin")}
         images, facts = _open_measured_data(options, run)
         assert isinstance(images, Stories)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
@@ -67,10 +67,13 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         compared = _open_reference(options, run, networks)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
             images = table.check_images_and_read_first_batch(images, networks, options.batch, options.kept or KEPT)
-        known, place = compared.read_statistics(partial(_collect_statistics, options, compared=True)), compared.place
+        known, place = (
+            compared.collect_missing_statistics(partial(_collect_statistics, options, compared=True)),
+            compared.place,
+        )
         with use_precision(options.precision):
             measured = _collect_statistics(options, images, networks, left_out=run.data.leave_out if run else ())
-        values = table.compute_figures(networks, measured, known)
+        values = table.compute_metrics(networks, measured, known)
         for name, network in networks.items():
             rows = [side[network.name].kept for side in (measured, known) if network.name in side]
             if "kept" in table.METRICS[name].needs:
@@ -139,7 +142,7 @@ def write_reference(options: EvaluateOptions) -> str:
         images = open_image_set(options.images, "--images")
     statistics = _collect_statistics(options, images, networks, compared=True)
     if group.rank() == 0:
-        reference.write_reference(path, statistics)
+        reference.write_reference_statistics(path, statistics)
     group.barrier()
     return f"statistics of {len(images):,} images in {path}: {', '.join(statistics)}"
 
@@ -170,7 +173,7 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
     )
     step = read_manifest(checkpoint)["step"]  # before the measurement, in which training may remove the checkpoint
-    networks = trained.load_networks(system, checkpoint, kinds, choose_dtype(options.precision))
+    networks = trained.load_networks(system, checkpoint, kinds, choose_weight_dtype(options.precision))
     kind = Stories if options.metrics == ("scenes",) else Drawn
     drawn = kind(options, run, system, networks, source)
     choice = {
@@ -181,7 +184,7 @@ def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Imag
         choice["prime_frames"] = drawn.length.primed
     if options.guide:
         drawn.networks["guide"] = load_guide(
-            options.guide, system, choice["guidance_scale"], choose_dtype(options.precision)
+            options.guide, system, choice["guidance_scale"], choose_weight_dtype(options.precision)
         )
         choice["guide"] = [*map(str, options.guide)]
     return drawn, {
@@ -213,7 +216,9 @@ def _open_data_of_run(options: EvaluateOptions, run: Run) -> Images:
     --num-samples of them with --write-reference, else all. Raises ConfigError if the run has no such split.
     """
     split = options.split or "train"
-    source = None if split == "test" else open_builtin(run.data, split)  # codes of them are compared as pictures, too
+    source = (
+        None if split == "test" else open_if_builtin(run.data, split)
+    )  # codes of them are compared as pictures, too
     if source is None:
         source = (
             open_split(run.data, split)
@@ -222,7 +227,7 @@ def _open_data_of_run(options: EvaluateOptions, run: Run) -> Images:
         )
     if source is None:
         raise ConfigError(f"{options.folder} holds no images out: leave out --split, or name another --reference")
-    return Sourced(Spread(source.make_square_view(), None if options.write_reference is None else options.num))
+    return Sourced(Spread(source.make_single_shape_view(), None if options.write_reference is None else options.num))
 
 
 def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[str, Features]) -> Compared:

@@ -14,7 +14,7 @@ from dstrain.data.open import find_original_path
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, get_phases
-from dstrain.metrics.clips import SCENES, choose_story_conditions, sum_scene_measurements
+from dstrain.metrics.clips import SCENES, choose_story_items_and_motions, sum_scene_measurements
 from dstrain.metrics.images import Batch, Images
 from dstrain.metrics.in_training import draw_batches
 from dstrain.metrics.network import Features
@@ -144,7 +144,7 @@ class Stories(Drawn):
             for begin in range(0, self.num, size * group.world()):
                 numbers = begin + group.rank() * size + torch.arange(size)
                 real, seeds = numbers < self.num, (options.seed or 0) + numbers % self.num
-                items, motions = choose_story_conditions(seeds)
+                items, motions = choose_story_items_and_motions(seeds)
                 clips = self._draw_stories(request, seeds, items[:, None] + motions * (len(texts) // len(MOTIONS)))
                 if real.any():
                     sums += sum_scene_measurements(network, clips[real], ends, items[real], motions[real])

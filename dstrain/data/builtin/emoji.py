@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dstrain.data.cached.embeddings import read_builtin_captions
+from dstrain.data.cached.embeddings import read_builtin_caption_rows
 from dstrain.data.decode.pixels import convert_mode, crop_center, to_tensor
 from dstrain.data.order import Order
 from dstrain.data.source import Item, Source
@@ -39,7 +39,7 @@ class Emoji(Source):
         pictures = np.frombuffer(bytearray(pixels), np.uint8).reshape(-1, _SIDE, _SIDE, 3)
         cut, end = round(_TRAIN * len(pictures)), len(pictures)
         begin, end = {"train": (0, cut), "held_out": (cut, end), "all": (0, end)}[self.split]
-        self.rows = Order(len(pictures)).index_at(np.arange(begin, end))
+        self.rows = Order(len(pictures)).find_sample_index(np.arange(begin, end))
         self.pictures = pictures[self.rows]  # (N, 32, 32, 3)
 
     def __len__(self) -> int:
@@ -54,7 +54,7 @@ class Emoji(Source):
 
     def list_captions(self) -> list[str]:
         """Returns the caption of each picture, in the order of the samples."""
-        names = [*read_builtin_captions()]
+        names = [*read_builtin_caption_rows()]
         return [names[row] for row in self.rows]
 
     def find_row(self, index: int) -> int:

@@ -23,7 +23,7 @@ SPLITS = ("train", "held_out", "all")
 _BACKGROUND, _LIGHT = 25, 150  # of 255: the brightest background, and the mean of an item from which it is light
 
 
-def find_shades(images: torch.Tensor) -> torch.Tensor:
+def classify_shades(images: torch.Tensor) -> torch.Tensor:
     """Returns whether each clothing item is dark (0) or light (1): int64 (N,), indices into SHADES. An item is light if
     its pixels have a mean of 150 or more.
 
@@ -75,7 +75,7 @@ class Fashion(Source):
         pixels = b"".join(_unpack_split(split)[0] for split in splits)
         self.labels = np.concatenate([_unpack_split(split)[1] for split in splits])
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
-        self.shades = find_shades(images) if self.captioned else None
+        self.shades = classify_shades(images) if self.captioned else None
         if self.leave_out:
             fits = match_captions([[self._compose_caption(index)] for index in range(len(images))], self.leave_out)
             self.left_out = tuple(zip(self.leave_out, fits.sum(1).tolist()))

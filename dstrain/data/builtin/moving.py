@@ -62,9 +62,9 @@ class MovingFashion(Source):
             raise ConfigError(f"data.{key}={shorter} leaves items of {side} pixels: give at least 8, better 24")
         self.items = Fashion(side, 1, self.split)
         number = len(self.items) * len(MOTIONS)
-        self.permutation = Order(number).index_at(np.arange(number)).astype(np.int32)
+        self.permutation = Order(number).find_sample_index(np.arange(number)).astype(np.int32)
         if self.leave_out:
-            fits = match_captions([[self.caption_clip(index)] for index in range(number)], self.leave_out)
+            fits = match_captions([[self.compose_caption(index)] for index in range(number)], self.leave_out)
             self.left_out = tuple(zip(self.leave_out, fits.sum(1).tolist()))
             self.permutation = self.permutation[~fits.any(0)]
 
@@ -73,16 +73,16 @@ class MovingFashion(Source):
 
     def __getitem__(self, index: int) -> Item:
         item = self.items[self._find_item_and_motion(index)[0]]
-        x, y = self._compute_positions(index)
-        video = _paste_item(item["image"][0], x, y, self.height, self.width)  # (T, H, W)
+        x, y = self._compute_item_positions(index)
+        video = _draw_moving_item(item["image"][0], x, y, self.height, self.width)  # (T, H, W)
         return {
             "video": video[:, None].expand(-1, self.channels, -1, -1),
             "frames": self.num_frames,
-            "caption": pack_caption(self.caption_clip(index)),
+            "caption": pack_caption(self.compose_caption(index)),
             "label": item["label"],
         }
 
-    def caption_clip(self, index: int) -> str:
+    def compose_caption(self, index: int) -> str:
         """Returns the caption of a clip, such as "an ankle boot moving left". Raises IndexError if there is no such
         clip.
         """
@@ -98,7 +98,7 @@ class MovingFashion(Source):
         number, motion = divmod(int(self.permutation[index]), len(MOTIONS))
         return number, list(MOTIONS)[motion]
 
-    def _compute_positions(self, index: int) -> tuple[Tensor, Tensor]:
+    def _compute_item_positions(self, index: int) -> tuple[Tensor, Tensor]:
         """Returns x and y of the item's upper left corner in each frame of a clip, in pixels: float32 (T,) each."""
         key = rng.keys_of_seeds(torch.tensor([int(self.permutation[index])]))
         speed, start, across, quadrant = rng.uniform(key, "motion", (4,))[0].tolist()  # all in [0, 1)
@@ -154,7 +154,7 @@ def list_captions() -> dict[str, tuple[int, int]]:
     }
 
 
-def _paste_item(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
+def _draw_moving_item(item: Tensor, x: Tensor, y: Tensor, height: int, width: int) -> Tensor:
     """Draws a clothing item into each frame of a black video, and returns the video, uint8 (T, height, width).
     Interpolates the item bilinearly between whole pixels.
 

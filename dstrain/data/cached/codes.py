@@ -7,7 +7,7 @@ from dstrain.data.cached.shards import ENCODED_ALIKE
 from dstrain.recipe import Codes, ConfigError, Data
 
 
-def copy_section_with_cached_codes(data: Data) -> Data:
+def fill_in_codes_from_cache(data: Data) -> Data:
     """Returns a copy of the data section whose entry `codes` describes the cached latents or tokens at its path.
 
     Raises ConfigError as `Latents`, if sizes, channels, frames or flips of the section differ from the encoded ones, or
@@ -21,8 +21,8 @@ def copy_section_with_cached_codes(data: Data) -> Data:
         )
     index = Latents(data.path).index
     encoding = index["encoding"]
-    _require_settings_of_encoding(data, encoding)
-    _require_flips(data, encoding)
+    _require_same_settings_as_encoding(data, encoding)
+    _require_mirrored_codes_for_flip(data, encoding)
     text = encoding.get("text") or {}
     codes = Codes(
         kind=encoding["kind"],
@@ -37,7 +37,7 @@ def copy_section_with_cached_codes(data: Data) -> Data:
     return data.model_copy(update={"codes": codes})
 
 
-def _require_settings_of_encoding(data: Data, encoding: dict[str, Any]) -> None:
+def _require_same_settings_as_encoding(data: Data, encoding: dict[str, Any]) -> None:
     """Raises ConfigError if sizes, channels, or number or stride of frames in the section differ from those in
     `encoding`, with which the cached samples were encoded.
     """
@@ -53,7 +53,7 @@ def _require_settings_of_encoding(data: Data, encoding: dict[str, Any]) -> None:
             )
 
 
-def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
+def _require_mirrored_codes_for_flip(data: Data, encoding: dict[str, Any]) -> None:
     """Raises ConfigError if data.flip is true and the cache holds no codes of mirrored samples."""
     if data.flip and "num_frames" in encoding:
         raise ConfigError(
@@ -66,7 +66,7 @@ def _require_flips(data: Data, encoding: dict[str, Any]) -> None:
         )
 
 
-def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
+def open_cached_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
     """Opens the cached codes at data.path. Returns (training source, held-out source, or None if nothing is held out).
     verify: also compares hashes, see `Latents.verify_shards`.
 
@@ -74,7 +74,7 @@ def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
     data.path, or have other classes.
     """
     if data.held_out_path is not None:
-        train, unseen = _open_train_and_held_out(data)
+        train, unseen = _open_train_and_held_out_caches(data)
     else:
         train = Latents(data.path, "train", data.held_out)
         unseen = Latents(data.path, "held_out", data.held_out) if data.held_out else None
@@ -84,7 +84,7 @@ def open_codes(data: Data, verify: bool) -> tuple[Latents, Latents | None]:
     return train, unseen
 
 
-def _open_train_and_held_out(data: Data) -> tuple[Latents, Latents]:
+def _open_train_and_held_out_caches(data: Data) -> tuple[Latents, Latents]:
     """Opens the caches at data.path and data.held_out_path. Raises ConfigError if the latter is no cache, or if the two
     differ in encoding or classes.
     """

@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.cached.rows import FOLDERS, Captions, Table, convert_to_float32, find_faulty_row, pack_caption
+from dstrain.data.cached.rows import FOLDERS, Captions, Table, convert_floats_to_float32, find_faulty_row, pack_caption
 from dstrain.data.order import Order
 from dstrain.data.source import BadSample, Source
 from dstrain.recipe import ConfigError
@@ -70,7 +70,7 @@ def open_all_pairs(path: str | Path) -> "Stored":
     folder has another layout, if files or rows do not match, or, in data of up to 64 MB, if a row has NaN, infinity or
     only zeros.
     """
-    return open_builtin_pairs() if str(path) == BUILTIN else _open_folder(Path(path))
+    return open_builtin_pairs() if str(path) == BUILTIN else _open_pairs_folder(Path(path))
 
 
 def read_encoder_fingerprint(path: str | Path) -> str | None:
@@ -98,7 +98,7 @@ class Pairs(Source):
         self.stored, self.split, self.begin, self.count = stored, split, begin, end - begin
         self.light = stored.size < 1 << 30  # small tables: workers only cost
         self.permutation = Order(len(stored))
-        self.rows = self.permutation.index_at(np.arange(begin, end)) if self.count <= _LISTED else None
+        self.rows = self.permutation.find_sample_index(np.arange(begin, end)) if self.count <= _LISTED else None
 
     def __len__(self) -> int:
         return self.count
@@ -129,7 +129,9 @@ class Pairs(Source):
 
     def _find_row(self, index: int) -> int:
         """Returns the row, in the tables of all pairs, of the sample at `index` of this split."""
-        return int(self.rows[index]) if self.rows is not None else self.permutation.index_at(self.begin + index)
+        return (
+            int(self.rows[index]) if self.rows is not None else self.permutation.find_sample_index(self.begin + index)
+        )
 
 
 class Stored:
@@ -154,7 +156,7 @@ class Stored:
         Raises BadSample if a caption is missing without a text embedding, if a value is not finite, or if an embedding
         is all zeros.
         """
-        item = {name: self.read_values(name, row) for name in self.tables}
+        item = {name: self.read_row_of_table(name, row) for name in self.tables}
         if self.captions is not None:
             try:
                 item["caption"] = self.captions[row]
@@ -164,13 +166,13 @@ class Stored:
                 item["caption"] = pack_caption("")  # with a text embedding the pair is of use without a caption
         return item
 
-    def read_values(self, name: str, row: int) -> Tensor:
-        """Returns row `row` of the table `name`, such as "image_embed": float32, or bool for a mask. Raises BadSample
-        if a value is not finite, or if an embedding is all zeros.
+    def read_row_of_table(self, table_name: str, row: int) -> Tensor:
+        """Returns row `row` of the table `table_name`, such as "image_embed": float32, or bool for a mask. Raises
+        BadSample if a value is not finite, or if an embedding is all zeros.
         """
-        table = self.tables[name]
-        values = convert_to_float32(table[row])
-        if fault := find_faulty_row(values[None], name):
+        table = self.tables[table_name]
+        values = convert_floats_to_float32(table[row])
+        if fault := find_faulty_row(values[None], table_name):
             raise BadSample(table.name_row(row), fault[1])
         return torch.from_numpy(values)
 
@@ -183,13 +185,13 @@ class Stored:
         """
         digest, rows = blake2b(digest_size=8), blake2b(digest_size=8)
         for part in (*self.tables.values(), *([self.captions] if self.captions else [])):
-            part.hash_ends_into(digest)
+            part.hash_file_ends_into(digest)
         for table in self.tables.values():
             table.hash_rows_into(rows, None if self.size <= _SCANNED else _COMPARED)
         return f"shards={digest.hexdigest()} rows={rows.hexdigest()}"
 
 
-def _open_folder(root: Path) -> Stored:
+def _open_pairs_folder(root: Path) -> Stored:
     """Opens the embeddings in a folder, and also the captions if models read them. Raises ConfigError if the folder has
     another layout, if `dstrain encode` has not finished it, or if files or rows do not match.
     """
@@ -207,22 +209,22 @@ def _open_folder(root: Path) -> Stored:
         )
     tables = {}
     for key, folder in FOLDERS.items():
-        names = _list_numbered_files(root, folder, ".npy")
+        names = _list_files_by_number(root, folder, ".npy")
         if names:
             tables[key] = Table(key, names, root)
     if "image_embed" not in tables:
         raise ConfigError(f"data.path={root}: img_emb/ holds no .npy file")
-    names = _list_numbered_files(root, "metadata", ".parquet")
+    names = _list_files_by_number(root, "metadata", ".parquet")
     if "text_embed" not in tables and not names:
         raise ConfigError(f"data.path={root} has neither text_emb/*.npy nor captions in metadata/*.parquet: add one")
     # Beside text embeddings, only models that read text tokens use captions, which may be missing.
     needed = "text_embed" not in tables or (
-        "text_encodings" not in tables and names and Captions.has_captions(root, names)
+        "text_encodings" not in tables and names and Captions.has_caption_columns(root, names)
     )
     captions = Captions(root, names) if needed else None
     first = tables["image_embed"]
     for other in (*list(tables.values())[1:], *([captions] if captions else [])):
-        _require_matching_files(first, other)
+        _require_matching_tables(first, other)
     if (
         "text_mask" in tables
         and "text_encodings" in tables
@@ -246,35 +248,35 @@ def read_pairs_plan(path: Path) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else None
 
 
-def _require_matching_files(first: Table, other: Any) -> None:
+def _require_matching_tables(first: Table, second: Any) -> None:
     """Raises ConfigError unless the files of two tables match one by one: as many files, with as many rows each, and
     with the same numbers at the ends of their names. The message names the first difference.
 
     Files whose names end in different words, such as part_images and part_texts, match; but if the two tables have any
     ending in common, all endings must be equal.
     """
-    ends, others = ([_find_name_end(name) for name in names] for names in (first.names, other.names))
-    for a, b, x, y in zip(first.names, other.names, ends, others):
+    ends, others = ([_extract_last_name_part(name) for name in names] for names in (first.names, second.names))
+    for a, b, x, y in zip(first.names, second.names, ends, others):
         # Words may name the content (part_images, part_texts), unless both folders use the same words.
         if x != y and ((x.isdigit() and y.isdigit()) or set(ends) & set(others)):
             raise ConfigError(
                 f"data.path: {a} and {b} would be pairs, and their names say otherwise: each file needs "
                 "its counterpart of the same number"
             )
-    for a, b, rows, other_rows in zip(first.names, other.names, first.lengths, other.lengths):
+    for a, b, rows, other_rows in zip(first.names, second.names, first.lengths, second.lengths):
         if rows != other_rows:
             raise ConfigError(
                 f"data.path: {a} has {rows} rows and {b} {other_rows}: rows of one number are one pair; "
                 "make the files anew from one list of pairs"
             )
-    if len(first.names) != len(other.names):
+    if len(first.names) != len(second.names):
         raise ConfigError(
-            f"data.path: {len(first.names)} files like {first.names[0]} and {len(other.names)} like "
-            f"{other.names[0]}: each needs its counterpart"
+            f"data.path: {len(first.names)} files like {first.names[0]} and {len(second.names)} like "
+            f"{second.names[0]}: each needs its counterpart"
         )
 
 
-def _list_numbered_files(root: Path, folder: str, suffix: str) -> list[str]:
+def _list_files_by_number(root: Path, folder: str, suffix: str) -> list[str]:
     """Returns FOLDER/NAME of the files with a suffix in root/FOLDER, ordered by the numbers in their names: img_emb_2
     before img_emb_10. Leaves out hidden files. Returns [] if there is no such folder.
     """
@@ -282,13 +284,13 @@ def _list_numbered_files(root: Path, folder: str, suffix: str) -> list[str]:
         return []
     names = [path.name for path in (root / folder).iterdir() if path.suffix == suffix and path.name[0] != "."]
 
-    def make_key(name):
+    def split_numbers(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
-    return [f"{folder}/{name}" for name in sorted(names, key=make_key)]
+    return [f"{folder}/{name}" for name in sorted(names, key=split_numbers)]
 
 
-def _find_name_end(name: str) -> str:
+def _extract_last_name_part(name: str) -> str:
     """Returns the part of a file's name between its last underscore and its suffix, such as "images". A number loses
     its leading zeros. Returns all before the suffix if there is no underscore.
     """
@@ -297,7 +299,7 @@ def _find_name_end(name: str) -> str:
 
 
 def open_builtin_pairs() -> Stored:
-    """Returns the built-in pairs of embeddings. `read_builtin_captions` says which caption each row belongs to."""
+    """Returns the built-in pairs of embeddings. `read_builtin_caption_rows` says which caption each row belongs to."""
     with np.load(_FILE) as file:
         tables = {}
         for key, name in (("image_embed", "image"), ("text_embed", "text")):
@@ -308,7 +310,7 @@ def open_builtin_pairs() -> Stored:
     return Stored(tables)
 
 
-def read_builtin_captions() -> dict[str, int]:
+def read_builtin_caption_rows() -> dict[str, int]:
     """Returns {caption: row} of the built-in embedding pairs."""
     with np.load(_FILE) as file:
         captions = lzma.decompress(file["captions"].tobytes()).decode().split("\n")

@@ -29,7 +29,7 @@ from dstrain.data.cached.shards import (
     CAPTION_BYTES,
     Arrays,
     Layout,
-    is_output_of_encode,
+    has_encode_output,
     map_shard,
     name_shard,
     prefetch_rows,
@@ -51,7 +51,7 @@ def is_codes_cache(path: str | Path) -> bool:
     """Returns whether a folder holds cached latents or tokens of `dstrain encode`, complete or not. Returns False for a
     folder in which another tool has written an index.json.
     """
-    return is_output_of_encode(Path(path))
+    return has_encode_output(Path(path))
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Latents(Source):
         self.index = {name: entry for name, entry in index.items() if name not in ("shards", "bad_files")}
         self.encoding: dict[str, Any] = index["encoding"]
         self.classes = tuple(index["classes"])
-        self.extras = _find_other_array_shapes(self.encoding)  # shapes of what an item has beside its codes
+        self.extras = _compute_extra_array_shapes(self.encoding)  # shapes of what an item has beside its codes
         self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
         self.captioned = "caption" in self.extras
         if max(self.crops, self.num_captions) > 1:  # a number for the crop, and one for the caption
@@ -126,22 +126,25 @@ class Latents(Source):
         return {name: values[0] if values.ndim > 1 else int(values[0]) for name, values in batch.items()}
 
     def read_codes(
-        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+        self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Reads the samples at `index` int64 (b,) as a batch.
 
         mirrored: bool (b,), True to read the codes of the mirrored image; None: mirrors no image
-        chance: float (b, 2) in [0, 1); column 0 chooses a crop of each sample, column 1 a caption. None: takes the
-            first ones
+        random_number: float (b, 2) in [0, 1); column 0 chooses a crop of each sample, column 1 a caption. None: takes
+            the first ones
 
         Raises ConfigError if `mirrored` has a True and the folder has no codes of mirrored images.
         """
-        shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
-        groups = np.searchsorted(np.unique(shards), shards) // _count_mappable_shards()  # (b,)
+        shards, rows, codes_rows = self._locate_rows(index, mirrored, random_number)
+        groups = np.searchsorted(np.unique(shards), shards) // _compute_max_mapped_shards()  # (b,)
         if groups.any():  # a large batch from more shards than may be mapped
             parts = [
                 self.read_codes(
-                    *(None if values is None else values[groups == group] for values in (index, mirrored, chance))
+                    *(
+                        None if values is None else values[groups == group]
+                        for values in (index, mirrored, random_number)
+                    )
                 )
                 for group in range(groups.max() + 1)
             ]
@@ -151,13 +154,13 @@ class Latents(Source):
 
         def gather_rows(name: str, places: np.ndarray) -> Tensor:
             return torch.from_numpy(
-                _copy_rows({shard: arrays[name] for shard, arrays in opened.items()}, shards, places)
+                _copy_rows_from_shards({shard: arrays[name] for shard, arrays in opened.items()}, shards, places)
             )
 
-        codes = gather_rows("codes", codes_rows).view(len(index), *_find_codes_shape(self.encoding))
+        codes = gather_rows("codes", codes_rows).view(len(index), *_compute_codes_shape(self.encoding))
         rest = {name: gather_rows(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
         if self.captioned:
-            texts = self._choose_text_rows(rows, chance, rest.pop("captions", None))
+            texts = self._choose_text_rows(rows, random_number, rest.pop("captions", None))
             rest |= {name: gather_rows(name, texts) for name in self.extras if name in _TEXTS}
         if self.encoding["kind"] == "tokens":
             return {"tokens": codes.long(), **rest}
@@ -165,7 +168,7 @@ class Latents(Source):
         return {"latent_mean": codes[:, 0], "latent_std": std, **rest}
 
     def _locate_rows(
-        self, index: Tensor, mirrored: Tensor | None, chance: Tensor | None
+        self, index: Tensor, mirrored: Tensor | None, random_number: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Finds samples in the shards. Arguments and errors are as in `read_codes`. Returns for each sample, int64 (b,)
         each:
@@ -174,33 +177,33 @@ class Latents(Source):
         its row among the samples of the shard
         its row among the codes of the shard, where a sample has one row for each crop and each mirroring
         """
-        number = index.numpy() if self.members is None else self.members.find_members(index.numpy())
+        number = index.numpy() if self.members is None else self.members.find_members_at(index.numpy())
         flip = np.zeros(len(number), np.int64) if mirrored is None else mirrored.numpy().astype(np.int64)
         if flip.any() and self.encoding["flips"] == 1:
             raise ConfigError(f"{self.path} holds no mirrored images: set data.flip=false, or encode without --no-flip")
         shards, rows = np.divmod(number, self.encoding["shard_size"])
-        crop = 0 if chance is None else (chance[:, 0].double().numpy() * self.crops).astype(np.int64)
+        crop = 0 if random_number is None else (random_number[:, 0].double().numpy() * self.crops).astype(np.int64)
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
-    def _choose_text_rows(self, rows: np.ndarray, chance: Tensor | None, counts: Tensor | None) -> np.ndarray:
+    def _choose_text_rows(self, rows: np.ndarray, random_number: Tensor | None, counts: Tensor | None) -> np.ndarray:
         """Chooses a caption of each sample. Returns the rows of these captions in the shards' tables of texts: int64
         (b,).
 
         rows: the samples' rows in their shards
-        chance: float (b, 2); column 1 chooses a caption
+        random_number: float (b, 2); column 1 chooses a caption
         counts: how many captions each sample has
 
-        If `chance` or `counts` is None, takes the first caption.
+        If `random_number` or `counts` is None, takes the first caption.
         """
-        if counts is None or chance is None:
+        if counts is None or random_number is None:
             return rows * self.num_captions
-        return rows * self.num_captions + (chance[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
+        return rows * self.num_captions + (random_number[:, 1].double().numpy() * counts.numpy()).astype(np.int64)
 
-    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None) -> None:
         """Asks the kernel to read what `read_batch` with the same arguments needs, and does not wait. Asks for all
-        captions of a sample, whichever `chance` chooses.
+        captions of a sample, whichever `random_number` chooses.
         """
-        shards, rows, codes_rows = self._locate_rows(index, mirrored, chance)
+        shards, rows, codes_rows = self._locate_rows(index, mirrored, random_number)
         for shard in np.unique(shards).tolist():
             arrays, here = self._open_shard(shard), shards == shard
             prefetch_rows(arrays["codes"], codes_rows[here])
@@ -209,13 +212,13 @@ class Latents(Source):
                 prefetch_rows(arrays[name].reshape(-1, texts * arrays[name][0].size), rows[here])
 
     def read_batch(
-        self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None
+        self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
         """Reads the samples at `index` int64 (b,). Returns the batch, and [], since no sample of a cache is replaced.
         See `read_codes`.
         """
-        self.prefetch(index, mirrored, chance)  # needed for the first batches alone, which nobody has prefetched
-        return self.read_codes(index, mirrored, chance), []
+        self.prefetch(index, mirrored, random_number)  # needed for the first batches alone, which nobody has prefetched
+        return self.read_codes(index, mirrored, random_number), []
 
     def describe_samples(self) -> str:
         """Returns a line about the cache. The line also says how many unreadable files were replaced when the cache was
@@ -251,7 +254,7 @@ class Latents(Source):
         arrays = self._open.pop(number, None)
         if arrays is None:
             arrays = self._map_shard(number)
-            while len(self._open) >= _count_mappable_shards():
+            while len(self._open) >= _compute_max_mapped_shards():
                 del self._open[next(iter(self._open))]
         self._open[number] = arrays
         return arrays
@@ -266,7 +269,7 @@ class Latents(Source):
         wide = self.wide.get(number, CAPTION_BYTES)
         arrays = map_shard(path, int(self.sizes[number]), self._layouts, (rows, wide))
         codes = "tokens" if encoding["kind"] == "tokens" else "moments"
-        shapes = {codes: (self.crops * encoding["flips"], *_find_codes_shape(encoding)), "label": (), **self.extras}
+        shapes = {codes: (self.crops * encoding["flips"], *_compute_codes_shape(encoding)), "label": (), **self.extras}
         if self.captioned:
             shapes["caption"] = (*shapes["caption"][:-1], wide)
         for name, shape in shapes.items():
@@ -296,7 +299,7 @@ class Latents(Source):
 
     def name_sample(self, index: int) -> str:
         """Returns the name of a sample for messages: SHARD[row]."""
-        number = index if self.members is None else int(self.members.find_members(np.array([index]))[0])
+        number = index if self.members is None else int(self.members.find_members_at(np.array([index]))[0])
         shard, row = divmod(number, self.encoding["shard_size"])
         return f"{name_shard(shard)}[{row}]"
 
@@ -307,14 +310,14 @@ class Latents(Source):
         return self.__dict__ | {"_open": {}}  # a worker maps the files by itself
 
 
-def _count_mappable_shards() -> int:
+def _compute_max_mapped_shards() -> int:
     """Returns how many shards a process may have mapped at a time: a quarter of the files that it may have open, from 1
     to 4096.
     """
     return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
-def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+def _copy_rows_from_shards(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Returns the rows opened[shards[i]][rows[i]] as one array (n, ...), a copy. If shards differ in the length of
     captions, fills the shorter rows up with zeros.
 
@@ -331,7 +334,7 @@ def _copy_rows(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarr
     return copy
 
 
-def _find_other_array_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _compute_extra_array_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns {name: shape} of what a shard holds of one sample besides its codes and its label, such as captions and
     text encodings.
     """
@@ -347,7 +350,7 @@ def _find_other_array_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, .
     return shapes
 
 
-def _find_codes_shape(encoding: dict[str, Any]) -> tuple[int, ...]:
+def _compute_codes_shape(encoding: dict[str, Any]) -> tuple[int, ...]:
     """Returns the shape of the codes of one image or clip in a shard:
 
     (2, C, h, w)   latents, as mean and standard deviation

@@ -45,14 +45,14 @@ class Rows:
         return sum(self.lengths)
 
     @cached_property
-    def ends(self) -> np.ndarray:
+    def file_ends(self) -> np.ndarray:
         """Returns for each file the number after its last row. Rows are numbered through all files."""
         return np.cumsum(self.lengths)
 
     def locate_row(self, row: int) -> tuple[int, int]:
         """Returns (number of the file that holds a row, number of the row within this file)."""
-        number = int(np.searchsorted(self.ends, row, side="right"))
-        return number, row - int(self.ends[number] - self.lengths[number])
+        number = int(np.searchsorted(self.file_ends, row, side="right"))
+        return number, row - int(self.file_ends[number] - self.lengths[number])
 
     def name_row(self, row: int) -> str:
         """Returns the name of a row for messages: FILE[number within the file]."""
@@ -74,7 +74,7 @@ class Table(Rows):
         self.arrays: dict[int, np.ndarray] = dict(enumerate(arrays))  # in the order of their last use
         axes, kinds = _AXES[key], (np.bool_,) if key == "text_mask" else (np.float16, np.float32, np.float64)
         for number, name in enumerate(names):
-            array = self.arrays[number] if root is None else map_array(root, name)
+            array = self.arrays[number] if root is None else map_npy_file(root, name)
             if array.ndim != len(axes) or array.dtype not in kinds:
                 raise ConfigError(
                     f"data.path: {name} is {array.dtype} {array.shape}: {FOLDERS[key]} holds "
@@ -104,7 +104,7 @@ class Table(Rows):
             return self.arrays[number]
         array = self.arrays.pop(number, None)
         if array is None:
-            array = map_array(self.root, self.names[number])
+            array = map_npy_file(self.root, self.names[number])
             while len(self.arrays) >= _MAPPED:
                 del self.arrays[next(iter(self.arrays))]
         self.arrays[number] = array
@@ -115,16 +115,16 @@ class Table(Rows):
         all zeros.
         """
         for number, name in enumerate(self.names):
-            fault = find_faulty_row(convert_to_float32(self._open_array(number)), self.key)
+            fault = find_faulty_row(convert_floats_to_float32(self._open_array(number)), self.key)
             if fault:
                 raise ConfigError(
                     f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or embed it again"
                 )
 
-    def hash_ends_into(self, digest: Any) -> None:
+    def hash_file_ends_into(self, digest: Any) -> None:
         """Updates the hash object `digest` with each file's name, length, row shape, first row and last row."""
         for number, name in enumerate(self.names):
-            last = int(self.ends[number]) - 1
+            last = int(self.file_ends[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
 
@@ -142,7 +142,7 @@ class Table(Rows):
                 digest.update(np.ascontiguousarray(self[row]))
 
 
-def map_array(root: Path, name: str) -> np.ndarray:
+def map_npy_file(root: Path, name: str) -> np.ndarray:
     """Returns the array of a .npy file, mapped into memory read-only. Raises ConfigError, which names the file, if it
     cannot be read, is no .npy file, or has no rows, or if too many files are open.
     """
@@ -170,16 +170,16 @@ def read_embeddings(path: Path) -> Tensor:
     """Returns the embeddings in a .npy file as float32 (N, D). Raises ConfigError if the file holds no floats (N, D), N
     > 0, or if a row has NaN or infinity or is all zeros.
     """
-    array = map_array(path.parent, path.name)
+    array = map_npy_file(path.parent, path.name)
     if array.ndim != 2 or array.dtype not in (np.float16, np.float32, np.float64):
         raise ConfigError(f"{path} is {array.dtype} {array.shape}, and embeddings are float (N, D)")
-    values = convert_to_float32(array)
+    values = convert_floats_to_float32(array)
     if fault := find_faulty_row(values, "image_embed"):
         raise ConfigError(f"{path}: row {fault[0]} {fault[1]}: leave it out, or embed it again")
     return torch.from_numpy(values)
 
 
-def convert_to_float32(values: np.ndarray) -> np.ndarray:
+def convert_floats_to_float32(values: np.ndarray) -> np.ndarray:
     """Returns a copy of an array as float32, or as bool if it is bool. Values too large for float32 become infinity."""
     with np.errstate(over="ignore"):
         return np.array(values, dtype=bool if values.dtype == bool else np.float32)
@@ -213,7 +213,7 @@ class Captions(Rows):
             self.lengths.append(schema.metadata.num_rows)
 
     @staticmethod
-    def has_captions(root: Path, names: list[str]) -> bool:
+    def has_caption_columns(root: Path, names: list[str]) -> bool:
         """Returns whether every file has a column of captions. Returns True if reading a file fails: then the
         constructor will raise the error.
         """
@@ -237,7 +237,7 @@ class Captions(Rows):
             raise BadSample(self.name_row(row), "has no caption")
         return pack_caption(text)
 
-    def hash_ends_into(self, digest: Any) -> None:
+    def hash_file_ends_into(self, digest: Any) -> None:
         """Updates the hash object `digest` with each file's name, number of rows, size, first and last 64 KiB."""
         for name, length in zip(self.names, self.lengths):
             with open(self.root / name, "rb") as file:

@@ -84,7 +84,7 @@ def pack_shard(arrays: Arrays, facts: dict[str, Any]) -> bytes:
     return save(arrays, {"shard": json.dumps({**facts, "hash": digest.hexdigest()}, sort_keys=True)})
 
 
-def parse_shard_metadata(data: bytes) -> dict[str, Any]:
+def verify_and_parse_metadata(data: bytes) -> dict[str, Any]:
     """Checks the bytes of a shard against their hash, and returns its metadata: the `facts` given to `pack_shard`, and
 
     "hash": the hash of facts and arrays
@@ -130,13 +130,13 @@ def _count_labels(labels: np.ndarray) -> list[tuple[int, int]]:
 
 
 def read_verified_metadata(path: Path, entry: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Checks every byte of a shard, and returns its metadata as `parse_shard_metadata` does. Raises ConfigError, which
-    names the file, if the shard is missing or damaged, or if its hash is not that of `entry`.
+    """Checks every byte of a shard, and returns its metadata as `verify_and_parse_metadata` does. Raises ConfigError,
+    which names the file, if the shard is missing or damaged, or if its hash is not that of `entry`.
 
     entry: the shard's entry in index.json; None if there is no index yet
     """
     try:
-        facts = parse_shard_metadata(path.read_bytes())
+        facts = verify_and_parse_metadata(path.read_bytes())
     except FileNotFoundError:
         raise ConfigError(f"{path} is missing") from None
     except ConfigError as error:
@@ -164,15 +164,15 @@ def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def join_arrays(parts: list[Arrays]) -> Arrays:
+def join_batch_arrays(parts: list[Arrays]) -> Arrays:
     """Joins the arrays of several batches, by name, to the arrays of one shard. Captions are filled up with zeros to
     the length of the longest, and to 512 bytes at least.
     """
     wide = max(CAPTION_BYTES, *(part["caption"].shape[-1] for part in parts if "caption" in part), 0)
-    return {name: np.concatenate([_pad_captions(part[name], name, wide) for part in parts]) for name in parts[0]}
+    return {name: np.concatenate([_pad_if_captions(part[name], name, wide) for part in parts]) for name in parts[0]}
 
 
-def _pad_captions(array: np.ndarray, name: str, wide: int) -> np.ndarray:
+def _pad_if_captions(array: np.ndarray, name: str, wide: int) -> np.ndarray:
     """Returns `array` filled up with zeros to `wide` bytes if `name` is "caption"; any other array unchanged."""
     missing = wide - array.shape[-1] if name == "caption" else 0
     return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, missing)]) if missing else array
@@ -181,26 +181,26 @@ def _pad_captions(array: np.ndarray, name: str, wide: int) -> np.ndarray:
 Layout = dict[str, tuple[slice, type, list[int]]]  # of each array: bytes after the header, dtype, shape
 
 
-def map_shard(path: Path, size: int, layouts: dict[Any, Layout], kind: tuple[int, int]) -> Arrays:
+def map_shard(path: Path, size: int, layouts: dict[Any, Layout], layout_key: tuple[int, int]) -> Arrays:
     """Maps a shard into memory, read-only, and returns its arrays by name.
 
     size: the file's size in bytes
-    layouts: the layouts that are known, by kind; an unknown one is read from the header and added
-    kind: (number of samples, bytes of a caption); shards of one folder and one kind have the same layout
+    layouts: the layouts that are known, by key; an unknown one is read from the header and added
+    layout_key: (number of samples, bytes of a caption); shards of one folder and one key have the same layout
 
     Raises ConfigError, which names the file, if it is missing or no shard; NotRead if the storage fails.
     """
 
-    def read_content() -> np.ndarray:
+    def map_content() -> np.ndarray:
         with open(path, "rb") as file:
-            if kind not in layouts:
-                layouts[kind] = _read_layout(file)
+            if layout_key not in layouts:
+                layouts[layout_key] = _read_layout(file)
             # Not np.memmap, whose indexing runs Python code for each row.
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
 
     try:
-        whole = retry(read_content)
-        entries = layouts[kind]
+        whole = retry(map_content)
+        entries = layouts[layout_key]
         begin = size - max(place.stop for place, _, _ in entries.values())
         if len(whole) != size or begin < 0:
             raise ValueError
@@ -253,7 +253,7 @@ def _read_header(file: BinaryIO) -> dict[str, Any]:
     return json.loads(text)
 
 
-def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
+def sum_codes_for_statistics(codes: np.ndarray) -> dict[str, Any]:
     """Returns sums over the codes of one shard, for statistics of all shards:
 
     "first": for latents, the sum of the means of each channel
@@ -271,11 +271,11 @@ def summarize_codes(codes: np.ndarray) -> dict[str, Any]:
     return {"first": mean.sum(rest).tolist(), "second": (mean**2 + variance).sum(rest).tolist()}
 
 
-def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
+def compute_latent_statistics(shards: list[dict[str, list[float]]], count: int) -> dict[str, Any]:
     """Returns statistics of the latents of all shards: "mean", "std", "channel_mean", "channel_std", and
     "scaling_factor" = 1 / std (Rombach et al. 2022, appendix G). The order of the shards does not matter.
 
-    shards: what `summarize_codes` returns for each shard
+    shards: what `sum_codes_for_statistics` returns for each shard
     count: the number of values of one channel in all shards
 
     Raises ConfigError if std is 0 or not finite.
@@ -283,12 +283,12 @@ def compute_statistics(shards: list[dict[str, list[float]]], count: int) -> dict
     first = [math.fsum(values) for values in zip(*(shard["first"] for shard in shards))]
     second = [math.fsum(values) for values in zip(*(shard["second"] for shard in shards))]
 
-    def compute_moments(a: float, b: float, number: int) -> tuple[float, float]:
-        mean = a / number
-        return mean, math.sqrt(max(b / number - mean**2, 0.0))
+    def compute_mean_and_std(total: float, total_squares: float, number: int) -> tuple[float, float]:
+        mean = total / number
+        return mean, math.sqrt(max(total_squares / number - mean**2, 0.0))
 
-    channels = [compute_moments(a, b, count) for a, b in zip(first, second)]
-    mean, std = compute_moments(math.fsum(first), math.fsum(second), count * len(first))
+    channels = [compute_mean_and_std(a, b, count) for a, b in zip(first, second)]
+    mean, std = compute_mean_and_std(math.fsum(first), math.fsum(second), count * len(first))
     if not 0 < std < math.inf:
         raise ConfigError(f"the latents have a standard deviation of {std}: the first stage has learned nothing")
     return {
@@ -324,7 +324,7 @@ def make_index_body(
         summary = {"largest": max(shard["largest"] for shard in summed)}
     else:
         views = encoding.get("crops", 1) * encoding["flips"]
-        summary = compute_statistics(summed, encoding["number"] * views * math.prod(encoding["shape"][1:]))
+        summary = compute_latent_statistics(summed, encoding["number"] * views * math.prod(encoding["shape"][1:]))
     counts = Counter()
     for record in records:
         counts.update(dict(record["labels"]))
@@ -346,7 +346,7 @@ def make_index_body(
     }
 
 
-def is_output_of_encode(folder: Path) -> bool:
+def has_encode_output(folder: Path) -> bool:
     """Returns whether `dstrain encode` has written into a folder. Looks into the files, since other tools may write
     files of the same names.
     """
@@ -383,7 +383,7 @@ def list_foreign_names(folder: Path) -> list[str]:
     this folder. Leaves out hidden entries.
     """
     names = sorted(entry.name for entry in folder.iterdir() if entry.name[0] != ".")
-    return [name for name in names if not _NAMES.fullmatch(name)] if is_output_of_encode(folder) else names
+    return [name for name in names if not _NAMES.fullmatch(name)] if has_encode_output(folder) else names
 
 
 def read_index(folder: Path) -> dict[str, Any]:

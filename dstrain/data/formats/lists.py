@@ -257,7 +257,9 @@ class Metadata(TableList):
         columns = self._choose_columns(table)["path"]
         for group in range(table.count_row_groups()):
             for line, row in table.iterate_rows(columns, group):
-                named.add_name(os.path.normpath(self._read_path(row, columns, f"{table.where}, {table.noun} {line}")))
+                named.add_name_if_new(
+                    os.path.normpath(self._read_path(row, columns, f"{table.where}, {table.noun} {line}"))
+                )
         with convert_oserror_to_config_error(self.root, self.request.key):
             files = walk_files(Path(self.root), "", self.request.suffixes, other_suffix_counts=others)
             if unnamed := sum(name not in named for name in files):

@@ -31,29 +31,29 @@ _READ = 256  # files whose ends are compared
 _ENDS = 1 << 16  # bytes at either end
 
 
-def require_same_data(layout: Layout, index: Index, read_stats: Callable[[], list[Any]]) -> None:
+def require_same_data_on_machines(layout: Layout, index: Index, read_stats: Callable[[], list[Any]]) -> None:
     """Raises ConfigError on all ranks if a machine has other data at the path than rank 0; the message names the
     machine and the first difference. All ranks must call it. Does nothing for data at an address such as s3://.
 
     read_stats: returns the size and the modification time of each file that the index watches.
     """
     if not layout.files.far:
-        _compare_views(
+        _require_equal_on_machines(
             layout.root,
             f"{layout.request.key}={layout.root}",
             lambda: _describe_files(layout, index, read_stats()),
-            lambda expected, found: _find_difference(layout, index, expected, found),
+            lambda expected, found: _describe_first_difference(layout, index, expected, found),
         )
 
 
-def require_same_source(source: Source, path: str) -> None:
+def require_same_fingerprint_on_machines(source: Source, path: str) -> None:
     """Raises ConfigError on all ranks if the cached data at `path` have different fingerprints on different machines.
     All ranks must call it.
     """
-    _compare_views(path, f"data.path={path}", source.compute_fingerprint, "{1!r}, not {0!r}".format)
+    _require_equal_on_machines(path, f"data.path={path}", source.compute_fingerprint, "{1!r}, not {0!r}".format)
 
 
-def _compare_views(
+def _require_equal_on_machines(
     root: str, where: str, observe: Callable[[], Any], explain: Callable[[Any, Any], str | None]
 ) -> None:
     """Calls `observe` on rank 0 and on one rank of each other view, and compares each result with that of rank 0. A
@@ -64,7 +64,7 @@ def _compare_views(
     explain: given rank 0's result and another one, returns in words how they differ; None if they count as equal.
     Raises ConfigError on all ranks if results differ, or if `observe` raises ConfigError on a rank other than 0.
     """
-    views = group.gather_objects(_identify_view(root))
+    views = group.gather_objects(_identify_machine_and_folder(root))
     if len(set(views)) == 1:
         return
     rank, problem = group.rank(), None
@@ -83,7 +83,7 @@ def _compare_views(
             )
 
 
-def _identify_view(root: str) -> tuple[Any, ...]:
+def _identify_machine_and_folder(root: str) -> tuple[Any, ...]:
     """Returns a tuple that is equal on two ranks if they see the same file or folder at `root`: the name of the host,
     and the device and inode of `root`. If nothing exists there, as for a pattern, the absolute path replaces device and
     inode.
@@ -137,7 +137,9 @@ def _hash_file_ends(layout: Layout, name: str) -> str:
         return ""
 
 
-def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], found: dict[str, Any]) -> str | None:
+def _describe_first_difference(
+    layout: Layout, index: Index, expected: dict[str, Any], found: dict[str, Any]
+) -> str | None:
     """Returns in words the first difference between this machine's files and rank 0's; None if there is none.
 
     expected, found: the results of `_describe_files` on rank 0 and here. If each sample is a file of its own, and only
@@ -153,10 +155,10 @@ def _find_difference(layout: Layout, index: Index, expected: dict[str, Any], fou
         return f"{len(found['parts']):,} files such as {found['parts'][:1]}, not {len(expected['parts']):,}"
     if not index.single or found["watched"] == expected["watched"]:
         return None
-    return next(_iterate_differences(layout, index), None)
+    return next(_iterate_differences_from_index(layout, index), None)
 
 
-def _iterate_differences(layout: Layout, index: Index) -> Iterator[str]:
+def _iterate_differences_from_index(layout: Layout, index: Index) -> Iterator[str]:
     """Lists the data on this machine anew, and yields in words each difference from the samples in the index."""
     own = recognise_layout(layout.root, open_data_files(layout.root, layout.request), layout.request)
     row = 0

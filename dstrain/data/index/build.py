@@ -29,9 +29,9 @@ from dstrain.data.files.listing import join_first, map_in_threads
 from dstrain.data.files.local import Files, require_files_of_pattern
 from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout, Request
-from dstrain.data.index.alike import require_same_data
+from dstrain.data.index.alike import require_same_data_on_machines
 from dstrain.data.index.columns import ELSEWHERE, Columns
-from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed_file
+from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed_json
 from dstrain.disk import atomic, lines, sealed
 from dstrain.distributed import group
 from dstrain.distributed.environment import make_cache_folder
@@ -70,12 +70,12 @@ def open_index(
             "FOLDER, a folder that all machines share"
         )
     if group.world() > 1:
-        watched = group.broadcast_from_first(_list_watched_names(layout, index) if group.rank() == 0 else None)
-        require_same_data(layout, index, lambda: _read_stats(layout, watched))
+        watched = group.broadcast_from_first(_list_watched_files(layout, index) if group.rank() == 0 else None)
+        require_same_data_on_machines(layout, index, lambda: _read_stats(layout, watched))
     return layout, index
 
 
-def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
+def make_index_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
     """Makes files that belong to an index, unless they exist. Only rank 0 makes them, under a lock that other commands
     respect. All ranks must call it.
 
@@ -84,26 +84,26 @@ def make_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[]
     Raises ConfigError if the files cannot be written.
     """
 
-    def make_missing() -> None:
+    def make_if_missing() -> None:
         """Calls `make` under the lock, unless the files are there."""
         if not is_there():
             with lock_index(index.folder), explain_write_errors(index.folder, ELSEWHERE):
                 if not is_there():
                     make()
 
-    run_on_rank_0(make_missing)
+    run_on_rank_0(make_if_missing)
 
 
-def run_on_rank_0(make: Callable[[], _T]) -> _T:
-    """Calls `make` on rank 0 alone, and returns its result on every rank. If `make` raises ConfigError or NotRead, all
+def run_on_rank_0(function: Callable[[], _T]) -> _T:
+    """Calls `function` on rank 0 alone, and returns its result on every rank. If it raises ConfigError or NotRead, all
     ranks raise the same error. All ranks must call this function.
     """
     if group.world() == 1:
-        return make()
+        return function()
     value, error = None, None
     if group.rank() == 0:
         try:
-            value = make()
+            value = function()
         except (ConfigError, NotRead) as problem:
             error = problem
     value, error = group.broadcast_from_first((value, error))
@@ -127,13 +127,13 @@ def _find_or_make_index(path: str, request: Request, kept: str | Path | None, ru
     require_files_of_pattern(f"{request.key}={path}", files)
     layout, folder = recognise_layout(path, files, request), folders[0]
     if kept is None and not request.measured and not _name_unfinished_folder(folder).exists():
-        index = _list_samples_in_memory(layout)
+        index = _make_small_index_in_memory(layout)
         if index is not None:
             return layout, index
     with lock_index(folder):
-        return _open_index_if_current(folder, path, files, request, anew=True) or (
+        return _open_index_if_current(folder, path, files, request, print_changes=True) or (
             layout,
-            _list_samples_on_disk(layout, folder),
+            _make_index_on_disk(layout, folder),
         )
 
 
@@ -184,19 +184,19 @@ def lock_index(folder: Path) -> Iterator[None]:
 
 
 def _open_index_if_current(
-    folder: Path, path: str, files: Files, request: Request, anew: bool = False
+    folder: Path, path: str, files: Files, request: Request, print_changes: bool = False
 ) -> tuple[Layout, Index] | None:
     """Returns the layout and the index in `folder`. Returns None if there is no index, if the index was altered, or if
     the data have changed since it was made.
 
-    anew: True if the caller makes the index anew after None. This function then prints what has changed.
+    print_changes: True to print what has changed, if the caller makes the index anew after None.
     """
     index = Index.open(folder)
-    watched = index and read_sealed_file(folder / WATCHED)
+    watched = index and read_sealed_json(folder / WATCHED)
     if not watched:
         return None
-    if not index.passes_early_check():
-        if anew:
+    if not index.matches_checksums_if_small():
+        if print_changes:
             get_phases().print_lines(f"data: {path}: the index in {folder} was altered; listing the data anew")
         return None
     layout = recognise_layout(path, files, request)
@@ -206,7 +206,7 @@ def _open_index_if_current(
     now = _read_stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index
-    if not anew:
+    if not print_changes:
         return None
     changed = [name for name, old, new in zip(watched["names"], watched["stats"], now) if old != new]
     get_phases().print_lines(
@@ -237,7 +237,7 @@ def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
     return list(map_in_threads(read_stat, names))
 
 
-def _choose_watched_names(layout: Layout) -> list[str]:
+def _choose_files_to_watch(layout: Layout) -> list[str]:
     """Returns the names of the files and folders to watch: if one of them changes, the index is outdated. These are at
     most 10,000 evenly spaced names of the layout, and the files of captions and of classes that the recipe names.
     """
@@ -248,15 +248,15 @@ def _choose_watched_names(layout: Layout) -> list[str]:
     return [*names, *(f"{key}{path}" for key, path in lists if path is not None)]
 
 
-def _list_watched_names(layout: Layout, index: Index) -> list[str]:
+def _list_watched_files(layout: Layout, index: Index) -> list[str]:
     """Returns the names of the files and folders to watch: if one of them changes, the index is outdated. Reads the
     names that are stored with an index on a disk; for an index in memory, chooses them now.
     """
-    watched = None if index.folder is None else read_sealed_file(index.folder / WATCHED)
-    return _choose_watched_names(layout) if watched is None else watched["names"]
+    watched = None if index.folder is None else read_sealed_json(index.folder / WATCHED)
+    return _choose_files_to_watch(layout) if watched is None else watched["names"]
 
 
-def _list_samples_in_memory(layout: Layout) -> Index | None:
+def _make_small_index_in_memory(layout: Layout) -> Index | None:
     """Lists the samples, and returns their index in memory; None as soon as there are more than 50,000 samples."""
     pieces = layout.list_partitions()
     columns = Columns(classes=layout.classes)
@@ -269,14 +269,14 @@ def _list_samples_in_memory(layout: Layout) -> Index | None:
     return columns.make_index(layout)
 
 
-def _list_samples_on_disk(layout: Layout, folder: Path) -> Index:
+def _make_index_on_disk(layout: Layout, folder: Path) -> Index:
     """Lists the samples, writes their index to `folder`, and returns it. Replaces an index that is there. If an earlier
     command was interrupted and the data are still the same, goes on where it stopped.
     """
     layout.notes.clear()  # They may be those of a listing in memory.
     building, pieces = _name_unfinished_folder(folder), layout.list_partitions()
-    watch_list = _choose_watched_names(layout)
-    _wait_until_clock_passes(stats := _read_stats(layout, watch_list))
+    watch_list = _choose_files_to_watch(layout)
+    _wait_past_modification_times(stats := _read_stats(layout, watch_list))
     plan = {
         "version": VERSION,
         "layout": type(layout).__name__,
@@ -291,9 +291,9 @@ def _list_samples_on_disk(layout: Layout, folder: Path) -> Index:
         building.mkdir(parents=True)
         lines.append_lines(journal, json.dumps(plan) + "\n")
         columns, done = Columns(building, classes=layout.classes), 0
-    _add_pieces(layout, columns, pieces, done, journal)
+    _add_samples_of_partitions(layout, columns, pieces, done, journal)
     layout.require_consistent_listing()
-    more = [name for name in _choose_watched_names(layout) if name not in set(watch_list)]  # folders met while listing
+    more = [name for name in _choose_files_to_watch(layout) if name not in set(watch_list)]  # folders met while listing
     get_phases().enter_phase(f"writing the index of {layout.root}")
     columns.make_index(layout)
     atomic.write_file(
@@ -309,8 +309,10 @@ def _list_samples_on_disk(layout: Layout, folder: Path) -> Index:
     return Index.open(folder)
 
 
-def _add_pieces(layout: Layout, columns: Columns, pieces: list[str], done: int, journal: Path) -> None:
-    """Adds the samples of the pieces from number `done` on to the columns, and writes the columns to the disk.
+def _add_samples_of_partitions(
+    layout: Layout, columns: Columns, pieces: list[str], num_done: int, journal: Path
+) -> None:
+    """Adds the samples of the pieces from number `num_done` on to the columns, and writes the columns to the disk.
 
     journal: a file that gets a line with what is on the disk, about once a second, at the end and after an error. From
     its last line, an interrupted listing can be resumed.
@@ -327,7 +329,7 @@ def _add_pieces(layout: Layout, columns: Columns, pieces: list[str], done: int, 
         initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None, desc=f"listing {layout.root}"
     ) as bar:
         try:
-            for number, piece in enumerate(pieces[done:], done + 1):
+            for number, piece in enumerate(pieces[num_done:], num_done + 1):
                 for sample in layout.iterate_samples(piece):
                     columns.add_sample(sample, layout)
                     if columns.number % CHUNK == 0:
@@ -346,7 +348,7 @@ def _add_pieces(layout: Layout, columns: Columns, pieces: list[str], done: int, 
         bar.update(columns.number - bar.n)
 
 
-def _wait_until_clock_passes(stats: list[list[int | str]]) -> None:
+def _wait_past_modification_times(stats: list[list[int | str]]) -> None:
     """Waits until 20 ms after the latest modification time in `stats`, so that any later change gets a later time.
     stats: the result of `_read_stats`.
     """

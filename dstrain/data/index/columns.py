@@ -49,7 +49,7 @@ class Columns:
         self.numbers = {name: place for place, name in enumerate(state["classes"])}
         self.most: int = state["most"]  # captions of a sample
         for name in ("names", "name_ends", "name_hash"):
-            self._begin_column(name, None)
+            self._add_column_if_missing(name, None)
 
     @staticmethod
     def _make_buffer(name: str) -> bytearray | array:
@@ -59,7 +59,7 @@ class Columns:
         dtype = COLUMNS[name][0]
         return bytearray() if dtype is None else array(_CODES[dtype])
 
-    def _begin_column(self, name: str, default: int | None) -> None:
+    def _add_column_if_missing(self, name: str, default: int | None) -> None:
         """Makes a column, unless it exists, and gives the samples added so far the value `default` in it. If `default`
         is None, the new column is empty.
         """
@@ -76,21 +76,21 @@ class Columns:
         place, label, captions = sample.place, sample.label, sample.captions
         self._require_consistent_sample(sample, layout)
         encoded = os.fsencode(place.name)
-        self._add_text("names", "name_ends", encoded)
+        self._append_text_and_end("names", "name_ends", encoded)
         self.buffers["name_hash"].append(hash_name(encoded))  # here, once: at the start of a run it takes a minute
         if isinstance(label, str):
             label = self.numbers.setdefault(label, len(self.numbers))
         for name, value in (("file", place.file), ("offset", place.offset), ("size", place.size), ("label", label)):
             default = COLUMNS[name][1]
             if name not in self.buffers and value is not None and value != default:
-                self._begin_column(name, default)
+                self._add_column_if_missing(name, default)
             if name in self.buffers:
                 self.buffers[name].append(value)
         if captions:
-            self._begin_column("captions", None)
+            self._add_column_if_missing("captions", None)
             for caption in captions:
-                self._add_text("captions", "caption_ends", caption.encode("utf-8", "replace"))
-            self._append_end("captions_ends", len(captions))
+                self._append_text_and_end("captions", "caption_ends", caption.encode("utf-8", "replace"))
+            self._append_end_offset("captions_ends", len(captions))
             self.most = max(self.most, len(captions))
         self.number += 1
 
@@ -113,23 +113,23 @@ class Columns:
         if kind == "int" and not 0 <= sample.label < _LARGEST:
             raise ConfigError(f"{where} has the label {sample.label}: labels are whole numbers from 0 on")
 
-    def _add_text(self, blob: str, ends: str, text: bytes) -> None:
-        """Appends `text` to the column `blob`, and the byte at which the text ends in this column to the column `ends`.
-        Makes the two columns if needed.
+    def _append_text_and_end(self, text_column: str, end_column: str, text: bytes) -> None:
+        """Appends `text` to one column, and the byte at which the text ends in this column to another column. Makes
+        the two columns if needed.
         """
-        self._begin_column(blob, None)
-        self.buffers[blob] += text
-        self._append_end(ends, len(text))
+        self._add_column_if_missing(text_column, None)
+        self.buffers[text_column] += text
+        self._append_end_offset(end_column, len(text))
 
-    def _append_end(self, name: str, length: int) -> None:
+    def _append_end_offset(self, name: str, length: int) -> None:
         """Appends a value to the column `name`: its last value (0 if it is empty) plus `length`. Makes the column if
         needed.
         """
-        self._begin_column(name, None)
+        self._add_column_if_missing(name, None)
         buffer = self.buffers[name]
-        buffer.append((buffer[-1] if buffer else self._read_last_end(name)) + length)
+        buffer.append((buffer[-1] if buffer else self._read_last_end_offset(name)) + length)
 
-    def _read_last_end(self, name: str) -> int:
+    def _read_last_end_offset(self, name: str) -> int:
         """Returns the last value of the column `name` in its file on the disk; 0 if the file has no values."""
         if not self.sizes[name]:
             return 0
@@ -189,7 +189,7 @@ class Columns:
                 columns[name] = b"" if dtype is None else np.empty(0, dtype)
             else:
                 columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r")
-        classes, counts = self._finish_labels(layout, columns)
+        classes, counts = self._renumber_labels_and_count_classes(layout, columns)
         names, rest = hash_columns(columns, self.number)
         header = {
             "version": VERSION,
@@ -215,7 +215,9 @@ class Columns:
         atomic.write_file(folder / HEADER, sealed.render_sealed_json(header))
         return Index(header, columns, folder)
 
-    def _finish_labels(self, layout: Layout, columns: dict[str, Any]) -> tuple[tuple[str, ...], list[int]]:
+    def _renumber_labels_and_count_classes(
+        self, layout: Layout, columns: dict[str, Any]
+    ) -> tuple[tuple[str, ...], list[int]]:
         """Returns the names of the classes, and the number of samples of each; ((), []) if samples have no labels.
         Labels that are texts were numbered in the order of the samples; changes them in `columns` to indices into the
         returned names.
@@ -240,7 +242,7 @@ class Columns:
                 places = {name: place for place, name in enumerate(classes)}
             else:
                 places = dict(zip(names, numbers))
-                classes = _name_numbered_classes(places, where)
+                classes = _make_numeric_class_names(places, where)
             if unknown := [name for name in names if name not in places]:
                 raise ConfigError(
                     f"{where}: the labels {join_first(unknown)} are not among the {len(classes)} classes "
@@ -261,17 +263,17 @@ class Columns:
             raise ConfigError(f"{where}: the label {len(counts) - 1} is not among the {len(classes)} classes")
         return classes, counts.tolist()
 
-    def _renumber_labels(self, columns: dict[str, Any], places: np.ndarray) -> None:
-        """Replaces each label in `columns` by places[label]. If there is a folder, writes the new labels to the file
-        label.new, and keeps the old file, with which an interrupted listing can be resumed.
+    def _renumber_labels(self, columns: dict[str, Any], new_numbers: np.ndarray) -> None:
+        """Replaces each label in `columns` by new_numbers[label]. If there is a folder, writes the new labels to the
+        file label.new, and keeps the old file, with which an interrupted listing can be resumed.
         """
         old = columns.get("label", np.broadcast_to(np.int32(0), self.number))  # a column of zeros is left out
         if self.folder is None:
-            columns["label"] = places[old]
+            columns["label"] = new_numbers[old]
             return
         with open(self.folder / _RENUMBERED, "wb") as file:
             for start in range(0, self.number, CHUNK):
-                file.write(places[old[start : start + CHUNK]].tobytes())
+                file.write(new_numbers[old[start : start + CHUNK]].tobytes())
         columns["label"] = np.memmap(self.folder / _RENUMBERED, np.int32, "r")
         self.sizes["label"] = columns["label"].nbytes
 
@@ -293,13 +295,13 @@ def _require_distinct_classes(classes: Sequence[str], where: str) -> None:
             raise ConfigError(f"{where}: the classes {other!a} and {name!a} look alike: call both the same")
 
 
-def _name_numbered_classes(places: dict[str, int], where: str) -> tuple[str, ...]:
-    """Returns the class names "0", "1", ... up to the largest number in `places`.
+def _make_numeric_class_names(numbers: dict[str, int], where: str) -> tuple[str, ...]:
+    """Returns the class names "0", "1", ... up to the largest of `numbers`.
 
-    places: the number that each label's text means, such as {"07": 7}.
+    numbers: the number that each label's text means, such as {"07": 7}.
     Raises ConfigError if a number is negative, or 2^20 or more.
     """
-    wrong = next((name for name, number in places.items() if not 0 <= number < _MOST_CLASSES), None)
+    wrong = next((name for name, number in numbers.items() if not 0 <= number < _MOST_CLASSES), None)
     if wrong is not None:
         raise ConfigError(f"{where}: the label {wrong} is no number from 0 to {_MOST_CLASSES - 1:,}: mend it")
-    return tuple(map(str, range(max(places.values()) + 1)))
+    return tuple(map(str, range(max(numbers.values()) + 1)))

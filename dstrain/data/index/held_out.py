@@ -26,10 +26,10 @@ class Members:
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
 
-    def find_members(self, index: np.ndarray) -> np.ndarray:
-        """Returns the members at the positions `index` int64 (b,) in the ascending list of all members: int64 (b,)."""
-        block = np.searchsorted(self.ends, index, side="right")  # (b,)
-        place = index - np.where(block > 0, self.ends[block - 1], 0)  # within the block
+    def find_members_at(self, positions: np.ndarray) -> np.ndarray:
+        """Returns the members at the positions int64 (b,) in the ascending list of all members: int64 (b,)."""
+        block = np.searchsorted(self.ends, positions, side="right")  # (b,)
+        place = positions - np.where(block > 0, self.ends[block - 1], 0)  # within the block
         numbers = block[:, None] * _BLOCK + np.arange(_BLOCK)  # (b, _BLOCK)
         inside = self.contains(numbers.ravel()).reshape(numbers.shape) & (numbers < self.number)
         return numbers[inside & (inside.cumsum(1) == place[:, None] + 1)]

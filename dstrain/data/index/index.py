@@ -76,7 +76,7 @@ class Index:
         """Opens the index in a folder. Returns None if there is none, if its header is damaged or of another version,
         or if a column has a wrong size. Values are checked only when they are read.
         """
-        header = read_sealed_file(folder / HEADER)
+        header = read_sealed_json(folder / HEADER)
         if header is None or header.get("version") != VERSION:
             return None
         columns: dict[str, Any] = {}
@@ -90,11 +90,11 @@ class Index:
     def __len__(self) -> int:
         return self.header["number"]
 
-    def passes_early_check(self) -> bool:
+    def matches_checksums_if_small(self) -> bool:
         """Returns whether all columns match their checksums. A column above 512 MB is not checked here but when it is
         read, and counts as intact.
         """
-        return all(column.passes_early_check() for column in self._columns.values())
+        return all(column.matches_checksums_if_small() for column in self._columns.values())
 
     def read_name(self, index: int) -> str:
         return os.fsdecode(self.read_name_bytes(index))
@@ -109,15 +109,15 @@ class Index:
 
     def read_names(self, start: int, stop: int) -> list[bytes]:
         """Returns the names of the samples start .. stop - 1 as bytes, as the file system has them."""
-        text, ends = self.read_name_block(start, stop)
+        text, ends = self.read_joined_names(start, stop)
         places = ends.tolist()
         return [text[begin:end] for begin, end in itertools.pairwise(places)]
 
-    def read_name_block(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
+    def read_joined_names(self, start: int, stop: int) -> tuple[bytes, np.ndarray]:
         """Returns the names of the n samples start .. stop - 1, joined without a separator, and n + 1 offsets in bytes
         into the joined names: name i goes from offset i to offset i + 1. The first offset is 0.
         """
-        ends = self._read_ends("name_ends", start, stop)
+        ends = self._read_end_offsets("name_ends", start, stop)
         return self._columns["names"][int(ends[0]) : int(ends[-1])], ends - ends[0]
 
     def read_name_hashes(self, start: int, stop: int) -> np.ndarray:
@@ -148,10 +148,10 @@ class Index:
         numbers = range(int(ends[index - 1]) if index else 0, int(ends[index]))
         return tuple(self._read_text("captions", "caption_ends", number).decode("utf-8") for number in numbers)
 
-    def read_caption_block(self, start: int, stop: int) -> list[list[str]]:
+    def read_captions_of_range(self, start: int, stop: int) -> list[list[str]]:
         """Returns the captions of each of the samples start .. stop - 1. The index must have captions."""
-        numbers = self._read_ends("captions_ends", start, stop).astype(np.int64)
-        ends = self._read_ends("caption_ends", *numbers[[0, -1]].tolist()).astype(np.int64)
+        numbers = self._read_end_offsets("captions_ends", start, stop).astype(np.int64)
+        ends = self._read_end_offsets("caption_ends", *numbers[[0, -1]].tolist()).astype(np.int64)
         text = bytes(self._columns["captions"][int(ends[0]) : int(ends[-1])])
         captions = [text[begin:end].decode("utf-8") for begin, end in itertools.pairwise((ends - ends[0]).tolist())]
         return [captions[begin:end] for begin, end in itertools.pairwise((numbers - numbers[0]).tolist())]
@@ -186,7 +186,7 @@ class Index:
         checked above 512 MB). If no sample is held out or left out, returns True, since no files are needed.
         """
         splits = self._open_splits(held_out, leave_out) if held_out or leave_out else {}
-        return splits is not None and all(own.members.passes_early_check() for own in splits.values())
+        return splits is not None and all(own.members.matches_checksums_if_small() for own in splits.values())
 
     def write_splits(self, held_out: float, leave_out: Sequence[str] = ()) -> None:
         """Writes the splits "train" and "held_out" to a subfolder of the index's folder. The index must be on a disk.
@@ -206,7 +206,7 @@ class Index:
                     names[split].update(text)
         for split, digest in names.items():
             path = folder / f"{split}.bin"
-            members = np.frombuffer(map_file(path), _choose_row_type(self))
+            members = np.frombuffer(map_file(path), _choose_row_dtype(self))
             write_checksums_beside(path, members)
             own = _make_split(self, members, digest)
             header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
@@ -218,8 +218,8 @@ class Index:
         """Returns the splits "train" and "held_out" from the disk, by name. Returns None if they are missing, have a
         wrong size, or belong to another index.
         """
-        folder, dtype = self._find_splits_folder(held_out, leave_out), np.dtype(_choose_row_type(self))
-        header = read_sealed_file(folder / HEADER)
+        folder, dtype = self._find_splits_folder(held_out, leave_out), np.dtype(_choose_row_dtype(self))
+        header = read_sealed_json(folder / HEADER)
         if header is None or header.get("index") != self._make_identity():
             return None
         splits = {}
@@ -241,7 +241,7 @@ class Index:
         digest = blake2b("\0".join(leave_out).encode(), digest_size=8).hexdigest()
         return folder.with_name(f"{folder.name}-left_out-{digest}")
 
-    def _read_ends(self, name: str, start: int, stop: int) -> np.ndarray:
+    def _read_end_offsets(self, name: str, start: int, stop: int) -> np.ndarray:
         """Returns uint64 (n + 1,) from the column `name`, which says where each entry of another column ends: where
         entry `start` begins, then where each of the n entries start .. stop - 1 ends.
         """
@@ -322,7 +322,7 @@ def hash_name(name: bytes) -> int:
     return int.from_bytes(blake2b(name, digest_size=8).digest(), "little")
 
 
-def _choose_row_type(index: Index) -> type[np.unsignedinteger]:
+def _choose_row_dtype(index: Index) -> type[np.unsignedinteger]:
     """Returns the smallest dtype for rows of the index: uint32, or uint64 from 2^32 samples on."""
     return np.uint32 if len(index) < 1 << 32 else np.uint64
 
@@ -337,47 +337,51 @@ def _divide_rows_into_splits(
     samples are in no split.
     """
     action = f"holding out {held_out:g} of the samples" + ", and data.leave_out" * bool(leave_out)
-    dtype = _choose_row_type(index)
+    dtype = _choose_row_dtype(index)
     bound = np.uint64(math.ceil(held_out * 2.0**64))  # below 2 ** 64, since the share is below 1
     for start in range(0, len(index), CHUNK):
         get_phases().enter_phase(f"{action}: {start:,} of {len(index):,}")
         unseen = index.read_name_hashes(start, start + CHUNK) < bound
         stop = start + len(unseen)
-        fits = match_captions(index.read_caption_block(start, stop), leave_out) if leave_out else np.zeros((0, 1), bool)
+        fits = (
+            match_captions(index.read_captions_of_range(start, stop), leave_out)
+            if leave_out
+            else np.zeros((0, 1), bool)
+        )
         kept = ~fits.any(0)
         rows = np.arange(start, stop, dtype=dtype)
-        text, ends = index.read_name_block(start, stop)
+        text, ends = index.read_joined_names(start, stop)
         own = {"train": kept & ~unseen, "held_out": kept & unseen}
         yield (
-            {split: (rows[members], _join_names(text, ends, members)) for split, members in own.items()},
+            {split: (rows[members], _select_joined_names(text, ends, members)) for split, members in own.items()},
             fits.sum(1),
         )
 
 
-def _join_names(text: bytes, ends: np.ndarray, own: np.ndarray) -> bytes:
-    """Returns the names of the rows for which `own`, bool (n,), is True, joined without a separator.
+def _select_joined_names(text: bytes, ends: np.ndarray, chosen: np.ndarray) -> bytes:
+    """Returns the names of the rows for which `chosen`, bool (n,), is True, joined without a separator.
 
-    text, ends: the joined names of all n rows, and their n + 1 offsets, as `Index.read_name_block` returns them.
+    text, ends: the joined names of all n rows, and their n + 1 offsets, as `Index.read_joined_names` returns them.
     """
-    edges = ends[np.flatnonzero(np.diff(own, prepend=False, append=False))].tolist()
+    edges = ends[np.flatnonzero(np.diff(chosen, prepend=False, append=False))].tolist()
     return b"".join([text[begin:end] for begin, end in zip(edges[::2], edges[1::2])])
 
 
-def _make_split(index: Index, members: np.ndarray, names: Any) -> Split:
+def _make_split(index: Index, members: np.ndarray, digest: Any) -> Split:
     """Returns the split that consists of the rows `members`.
 
-    names: a hash object to which the names of these rows were added. This function adds their labels to it.
+    digest: a hash object to which the names of these rows were added. This function adds their labels to it.
     """
     counts = np.zeros(len(index.classes), np.int64)
     for start in range(0, len(members), CHUNK):
         labels = index.read_labels(members[start : start + CHUNK])
-        names.update(labels.tobytes())
+        digest.update(labels.tobytes())
         if len(counts):
             counts += np.bincount(labels, minlength=len(counts))
-    return Split(len(members), members, counts.tolist(), names.hexdigest())
+    return Split(len(members), members, counts.tolist(), digest.hexdigest())
 
 
-def read_sealed_file(path: Path) -> dict[str, Any] | None:
+def read_sealed_json(path: Path) -> dict[str, Any] | None:
     """Returns the content of a JSON file with a hash of itself (disk/sealed.py); None if it cannot be read or was
     altered.
     """

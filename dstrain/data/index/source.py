@@ -15,7 +15,7 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import join_first, map_in_threads
 from dstrain.data.formats.base import Layout
 from dstrain.data.index.alike import count_file_bytes
-from dstrain.data.index.build import make_files_once
+from dstrain.data.index.build import make_index_files_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.source import Source
 from dstrain.recipe import ConfigError
@@ -64,7 +64,7 @@ class Indexed(Source):
             raise ConfigError(f"data.leave_out: no captions are listed of {key}={self.path}: {remedy}, or leave it out")
         splits = held_out, leave_out
         if index.folder is not None:
-            make_files_once(index, lambda: index.has_splits(*splits), lambda: index.write_splits(*splits))
+            make_index_files_once(index, lambda: index.has_splits(*splits), lambda: index.write_splits(*splits))
         self.chosen = index.open_split(split, *splits)
         self.left_out = tuple(zip(leave_out, self.chosen.left_out))
         if not self.chosen.number and leave_out:
@@ -103,14 +103,19 @@ class Indexed(Source):
         """Returns the labels of all samples: int32 (N,). They are all read into memory, so use it only for small
         data.
         """
-        return np.concatenate([labels for _, labels in self._iterate_chunks()])
+        return np.concatenate([labels for _, labels in self._iterate_rows_and_labels()])
 
-    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None) -> None:
         self.layout.prefetch(self.index.read_place(self.find_row(sample)) for sample in index.tolist())
 
     def describe_samples(self) -> str:
         remarks = filter(
-            None, (super().describe_samples(), _describe_alike_classes(self.classes), self.layout.compose_data_advice())
+            None,
+            (
+                super().describe_samples(),
+                _describe_case_only_differences(self.classes),
+                self.layout.compose_data_advice(),
+            ),
         )
         return "; ".join(remarks)
 
@@ -124,31 +129,31 @@ class Indexed(Source):
     def compute_fingerprint(self) -> str:
         count = self._count_files()
         files = range(count) if count <= _ASKED else np.linspace(0, count - 1, _ASKED).astype(int)
-        return f"{self._summarize()} {self._summarize_files(files)}"
+        return f"{self._compute_fingerprint_prefix()} {self._summarize_files(files)}"
 
     def compute_full_fingerprint(self) -> str:
-        return f"{self._summarize()} {self._summarize_files(range(self._count_files()))}"
+        return f"{self._compute_fingerprint_prefix()} {self._summarize_files(range(self._count_files()))}"
 
     @abstractmethod
-    def _summarize(self) -> str:
+    def _compute_fingerprint_prefix(self) -> str:
         """Returns the beginning of the fingerprint: the kind of the samples, the split, the numbers of samples and of
         classes, and a hash of names.
         """
 
-    def _hash_names(self, texts: Iterable[bytes] = ()) -> str:
+    def _hash_names_and_labels(self, texts: Iterable[bytes] = ()) -> str:
         """Returns a hash of all names, then all labels, then `texts`, as hexadecimal text."""
         if self._renumbered is None and not texts:
             return self.chosen.names
         digest = blake2b(digest_size=8)
-        for rows, _ in self._iterate_chunks():
+        for rows, _ in self._iterate_rows_and_labels():
             digest.update(b"".join(self._read_names(rows)))
-        for _, labels in self._iterate_chunks():
+        for _, labels in self._iterate_rows_and_labels():
             digest.update(labels.tobytes())
         for text in texts:
             digest.update(text)
         return digest.hexdigest()
 
-    def _iterate_chunks(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
+    def _iterate_rows_and_labels(self) -> Iterator[tuple[range | np.ndarray, np.ndarray]]:
         """Yields (rows in the index, labels int32) of the samples of the split, 65,536 samples at a time."""
         for start in range(0, len(self), CHUNK):
             stop = min(start + CHUNK, len(self))
@@ -168,7 +173,7 @@ class Indexed(Source):
         """
         return len(self) if self.index.single else len(self.layout.list_partitions())
 
-    def _iterate_files(self, numbers: Sequence[int]) -> Iterator[list[str]]:
+    def _iterate_file_names(self, numbers: Sequence[int]) -> Iterator[list[str]]:
         """Yields the names of the files with these numbers, as lists of at most 65,536. A file is one sample, or, if
         files hold several samples, a partition of the layout, such as a shard.
         """
@@ -184,7 +189,7 @@ class Indexed(Source):
         Modification times do not count, so a copy of the data gives the same result.
         """
         total, digest = 0, blake2b(digest_size=8)
-        for names in self._iterate_files(numbers):
+        for names in self._iterate_file_names(numbers):
             sizes = np.fromiter(map_in_threads(partial(count_file_bytes, self.layout), names), np.int64, len(names))
             total += int(sizes.sum())
             digest.update(sizes.tobytes())
@@ -215,7 +220,7 @@ def _make_check_command(layout: Layout) -> str:
     return shlex.join([*words, "--check"])
 
 
-def _describe_alike_classes(classes: Sequence[str]) -> str:
+def _describe_case_only_differences(classes: Sequence[str]) -> str:
     """Returns a remark on the first classes whose names differ only in case, such as cat and Cat; "" if none do."""
     by_name: dict[str, list[str]] = {}
     for name in classes:

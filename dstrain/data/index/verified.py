@@ -68,7 +68,7 @@ class Verified:
             self._verify_blocks((int(key) * self._width // _BLOCK,))
         return self._values[key]
 
-    def passes_early_check(self) -> bool:
+    def matches_checksums_if_small(self) -> bool:
         """Returns whether the whole file matches its checksums. A file above 512 MB is not checked here but when it is
         read, and counts as intact.
         """
@@ -108,7 +108,7 @@ def open_column_if_intact(path: Path, dtype: Any, size: int) -> Verified | None:
         column = Verified(path, dtype, size)
     except (OSError, ValueError):
         return None
-    return column if column.passes_early_check() else None
+    return column if column.matches_checksums_if_small() else None
 
 
 def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:

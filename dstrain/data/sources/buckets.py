@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upscale
-from dstrain.data.index.build import make_files_once
-from dstrain.data.index.index import CHUNK, HEADER, read_sealed_file
+from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upscale_factors
+from dstrain.data.index.build import make_index_files_once
+from dstrain.data.index.index import CHUNK, HEADER, read_sealed_json
 from dstrain.data.index.source import Indexed
 from dstrain.data.index.verified import Verified, open_column_if_intact, open_shared_column, write_checksums_beside
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
-from dstrain.data.sources.sizes import count_frames_of_clips, measure_image_sizes
+from dstrain.data.sources.sizes import measure_clip_frame_counts, measure_image_sizes
 from dstrain.data.sources.videos import Mixed, Videos
 from dstrain.data.views import Remade
 from dstrain.disk import atomic, sealed
@@ -45,7 +45,7 @@ class Bucketed(Remade):
     many samples each bucket has ("counts"), and what `choose_buckets` counts.
     """
 
-    ends: tuple[int, ...] = ()  # behind the last sample of each bucket
+    shape_ends: tuple[int, ...] = ()  # behind the last sample of each bucket
 
     def __init__(self, whole: Indexed, shapes: tuple, table: Verified, rule: Any) -> None:
         super().__init__(whole)
@@ -53,13 +53,17 @@ class Bucketed(Remade):
         key = repr([shapes, rule, whole.split, whole.chosen.number, whole.chosen.names, whole.layout.request.upright])
         folder = whole.index.folder / f"buckets-{blake2b(key.encode(), digest_size=8).hexdigest()}"
         self.dtype = "uint32" if len(whole) < 1 << 32 else "uint64"  # of places in the source
-        make_files_once(
-            whole.index, lambda: _read_header(folder, self.dtype), lambda: _write_buckets(self, table, folder)
+        make_index_files_once(
+            whole.index, lambda: _read_header_if_intact(folder, self.dtype), lambda: _write_buckets(self, table, folder)
         )
-        self.header = group.broadcast_from_first(_read_header(folder, self.dtype) if group.rank() == 0 else None)
-        self.members = open_shared_column(folder / _MEMBERS, self.dtype, _compute_members_size(self.header, self.dtype))
+        self.header = group.broadcast_from_first(
+            _read_header_if_intact(folder, self.dtype) if group.rank() == 0 else None
+        )
+        self.members = open_shared_column(
+            folder / _MEMBERS, self.dtype, _compute_members_file_size(self.header, self.dtype)
+        )
         self.counts = tuple(self.header["counts"])
-        self.ends = tuple(np.cumsum(self.counts).tolist())
+        self.shape_ends = tuple(np.cumsum(self.counts).tolist())
 
     @abstractmethod
     def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -67,11 +71,11 @@ class Bucketed(Remade):
         to leave out, bool (n,), or None if none.
 
         block   n rows of the table of measures, such as width and height, one row for each sample.
-        header  a dict of counts, which `describe_counts` shows. The counts of this block are added to them.
+        header  a dict of counts, which `describe_left_out_and_altered` shows. This block's counts are added.
         """
 
     def __len__(self) -> int:
-        return self.ends[-1]
+        return self.shape_ends[-1]
 
     def map_index(self, index: int | Tensor) -> int | Tensor:
         """Returns the index in `whole` of the sample at `index` of this source."""
@@ -79,17 +83,17 @@ class Bucketed(Remade):
 
     def find_bucket_shape(self, index: int) -> Any:
         """Returns the shape of a sample's bucket, an entry of `shapes`."""
-        return self.shapes[int(np.searchsorted(self.ends, index, side="right"))]
+        return self.shapes[int(np.searchsorted(self.shape_ends, index, side="right"))]
 
-    def read(self, index: int, chance: Chance | None = None) -> Item:
+    def read(self, index: int, random_number: Chance | None = None) -> Item:
         """Reads one sample in the shape of its bucket."""
-        return self.whole.read(self.map_index(index), chance, self.find_bucket_shape(index))
+        return self.whole.read(self.map_index(index), random_number, self.find_bucket_shape(index))
 
-    def make_order(self, global_batch: int, seed: int) -> BucketOrder:
+    def make_sample_order(self, global_batch: int, seed: int) -> BucketOrder:
         """Returns the order in which training takes the samples: each global batch from one bucket."""
         return BucketOrder(self.counts, global_batch, seed)
 
-    def make_square_view(self) -> Source:
+    def make_single_shape_view(self) -> Source:
         """Returns the source before it was sorted, whose samples all have one shape."""
         return self.whole
 
@@ -102,7 +106,7 @@ class Bucketed(Remade):
                 self.whole.describe_samples(),
                 f"in {len(full)} of {len(self.shapes)} buckets of {least:,} "
                 f"({self.describe_shape(small)}) to {most:,} ({self.describe_shape(large)})",
-                *self.describe_counts(),
+                *self.describe_left_out_and_altered(),
             ]
         )
 
@@ -111,7 +115,7 @@ class Bucketed(Remade):
         """Returns an entry of `shapes` in words, such as "320 x 192"."""
 
     @abstractmethod
-    def describe_counts(self) -> list[str]:
+    def describe_left_out_and_altered(self) -> list[str]:
         """Returns phrases for people about samples that were left out or altered; [] if there are none."""
 
 
@@ -136,7 +140,7 @@ class Sized(Bucketed):
         """
         targets, max_upscale = np.array(self.shapes), self.rule
         bucket = choose_buckets(block, self.shapes, max_upscale or 1.0)
-        factor = np.where(block.min(1) > 0, compute_upscale(block, targets[bucket]), 1.0)
+        factor = np.where(block.min(1) > 0, compute_upscale_factors(block, targets[bucket]), 1.0)
         out = factor > max_upscale if max_upscale else np.zeros(len(block), bool)
         header["left_out"] = header.get("left_out", 0) + int(out.sum())
         header["enlarged"] = header.get("enlarged", 0) + int((factor[~out] > 1).sum())
@@ -147,7 +151,7 @@ class Sized(Bucketed):
         """Returns a bucket's shape in words, such as "320 x 192"."""
         return "{} x {}".format(*shape)
 
-    def describe_counts(self) -> list[str]:
+    def describe_left_out_and_altered(self) -> list[str]:
         """Returns phrases about how many images are left out and how many are enlarged; [] if none are."""
         left_out, enlarged = self.header["left_out"], self.header["enlarged"]
         words = [f"{left_out:,} left out by data.max_upscale"] if left_out else []
@@ -170,7 +174,7 @@ class Timed(Bucketed):
 
     def __init__(self, whole: Videos, durations: tuple[int, ...]) -> None:
         durations = tuple(sorted(durations, reverse=True))
-        super().__init__(whole, durations, count_frames_of_clips(whole.layout, whole.index), whole.cut.stride)
+        super().__init__(whole, durations, measure_clip_frame_counts(whole.layout, whole.index), whole.cut.stride)
         if not sum(self.counts):
             raise ConfigError(
                 f"{whole.where}: none of its {len(whole):,} clips is sound: `{whole.check}` lists what cannot be read"
@@ -195,7 +199,7 @@ class Timed(Bucketed):
         """Returns a bucket's shape in words, such as "17 frames"."""
         return f"{shape} frame{'s' * (shape != 1)}"
 
-    def describe_counts(self) -> list[str]:
+    def describe_left_out_and_altered(self) -> list[str]:
         """Returns phrases about how many clips cannot be read and how many are too short; [] if none are."""
         short, unread, least = self.header["short"], self.header["unread"], self.describe_shape(self.shapes[-1])
         words = [f"{unread:,} left out, which cannot be read"] if unread else []
@@ -207,23 +211,23 @@ def bucket_by_duration(source: Videos | Mixed, durations: tuple[int, ...]) -> Ti
     clips of one frame, in a bucket of their own. durations: the number of frames of each bucket.
     """
     if isinstance(source, Mixed):
-        return source.separate_images(Timed(source.videos, durations))
+        return source.bucket_images_separately(Timed(source.videos, durations))
     return Timed(source, durations)
 
 
-def _read_header(folder: Path, dtype: str) -> dict[str, Any] | None:
+def _read_header_if_intact(folder: Path, dtype: str) -> dict[str, Any] | None:
     """Returns the content of index.json in a folder that `_write_buckets` has written. Returns None if index.json or
     members.bin is missing or damaged.
     """
-    header = read_sealed_file(folder / HEADER)
+    header = read_sealed_json(folder / HEADER)
     return (
         header
-        if header and open_column_if_intact(folder / _MEMBERS, dtype, _compute_members_size(header, dtype))
+        if header and open_column_if_intact(folder / _MEMBERS, dtype, _compute_members_file_size(header, dtype))
         else None
     )
 
 
-def _compute_members_size(header: dict[str, Any], dtype: str) -> int:
+def _compute_members_file_size(header: dict[str, Any], dtype: str) -> int:
     """Returns the size of members.bin in bytes: one number of type `dtype` for each sample, but one number at least,
     since an empty file cannot be mapped.
     """
@@ -240,7 +244,7 @@ def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
     building.mkdir(parents=True)
     buckets = np.memmap(building / "by_sample.bin", np.uint16, "w+", shape=(len(source.whole),))
     header = _assign_buckets(buckets, source, table)
-    number = _compute_members_size(header, source.dtype) // np.dtype(source.dtype).itemsize
+    number = _compute_members_file_size(header, source.dtype) // np.dtype(source.dtype).itemsize
     members = np.memmap(building / _MEMBERS, source.dtype, "w+", shape=(number,))
     _sort_by_bucket(members, buckets, len(source.shapes))
     members.flush()

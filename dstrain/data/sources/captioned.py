@@ -47,9 +47,9 @@ class Captioned(Images):
         """Returns the number of images that were left out, since they have no caption."""
         return self.layout.left_out.get(UNCAPTIONED, 0)
 
-    def read(self, index: int, chance: float | None = None) -> Item:
+    def read(self, index: int, random_number: float | None = None) -> Item:
         """Reads an image and its caption, without a label."""
-        item = super().read(index, chance)
+        item = super().read(index, random_number)
         return {name: item[name] for name in ("image", "caption")}
 
     def describe_samples(self) -> str:
@@ -62,9 +62,9 @@ class Captioned(Images):
 
     def compute_names_fingerprint(self) -> str:
         """Returns the first part of the fingerprint: the number of pairs, and a hash of their names."""
-        return self._summarize()
+        return self._compute_fingerprint_prefix()
 
-    def _summarize(self) -> str:
+    def _compute_fingerprint_prefix(self) -> str:
         """Returns the first part of the fingerprint: the number of pairs, and a hash of their names."""
         digest = blake2b(digest_size=8)
         for start in range(0, len(self), CHUNK):
@@ -77,7 +77,7 @@ class Captioned(Images):
         """
         if not isinstance(self.layout, Beside):
             return super()._hash_texts(numbers)
-        return hash_captions_beside(self.path, self._iterate_files(numbers))
+        return hash_captions_beside(self.path, self._iterate_file_names(numbers))
 
 
 def hash_captions_beside(root: Path, files: Iterable[list[str]]) -> bytes:

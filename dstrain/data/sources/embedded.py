@@ -23,15 +23,15 @@ class Embedded(Remade):
         self.stored, self.prefetches = stored, whole.prefetches
         self.captioned, self.uncaptioned = False, None
 
-    def read(self, index: int, chance: Chance | None = None) -> Item:
+    def read(self, index: int, random_number: Chance | None = None) -> Item:
         """Reads an image with its embedding, without its caption."""
-        item = self.whole.read(index, chance)
+        item = self.whole.read(index, random_number)
         item.pop("caption", None)
-        return item | {"image_embed": self.stored.read_values("image_embed", self.whole.find_row(index))}
+        return item | {"image_embed": self.stored.read_row_of_table("image_embed", self.whole.find_row(index))}
 
-    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, chance: Tensor | None = None) -> None:
+    def prefetch(self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None) -> None:
         """Begins to read the images that a later `read_batch` needs."""
-        self.whole.prefetch(index, mirrored, chance)
+        self.whole.prefetch(index, mirrored, random_number)
 
     def describe_samples(self) -> str:
         """Returns the line about the images, with the width of their embeddings."""

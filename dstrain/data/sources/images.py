@@ -111,8 +111,8 @@ def open_images(
 class Images(Indexed):
     """Reads the images of a layout, as its index lists them; arguments as `Indexed` and `open_images`.
 
-    captions: items have a caption. If a sample has several, `read` takes one by `chance`, and the first if that is
-    None.
+    captions: items have a caption. If a sample has several, `read` takes one by `random_number`, and the first if that
+    is None.
     """
 
     noun = "images"
@@ -139,15 +139,15 @@ class Images(Indexed):
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
-    def read(self, index: int, chance: Chance | None = None, shape: tuple[int, int] | None = None) -> Item:
+    def read(self, index: int, random_number: Chance | None = None, shape: tuple[int, int] | None = None) -> Item:
         """Reads a sample. Raises BadSample if it cannot be read.
 
-        chance: chooses the crop, if it is random, and one of several captions; see Source.read. None takes the centre
-        crop and the first caption. shape: (width, height) in pixels; None for a square of image_size.
+        random_number: chooses the crop, if it is random, and one of several captions; see Source.read. None takes the
+        centre crop and the first caption. shape: (width, height) in pixels; None for a square of image_size.
         """
         row = self.find_row(index)
         place = self.index.read_place(row)
-        *numbers, choice = chance if isinstance(chance, list) else [chance or 0.0]
+        *numbers, choice = random_number if isinstance(random_number, list) else [random_number or 0.0]
         with convert_errors_to_bad_sample(place.name, self.path / place.name):
             item = retry(lambda: self._decode_and_crop(place, *(shape or (self.image_size,) * 2), numbers or None))
             item["label"] = self.read_label(row)
@@ -177,9 +177,9 @@ class Images(Indexed):
         size = torch.tensor([image.height, image.width, cut.top, cut.left, height, width])
         return {"image": to_tensor(cut.image), "size": size, "right": cut.right}
 
-    def _summarize(self) -> str:
+    def _compute_fingerprint_prefix(self) -> str:
         """Returns the first part of the fingerprint: split, number of samples and classes, a hash of the names."""
-        return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._hash_names()}"
+        return f"images {self.split} n={len(self)} classes={len(self.classes)} names={self._hash_names_and_labels()}"
 
 
 def fetch_encoded_file(layout: Layout, place: Place) -> Path | BinaryIO:

@@ -18,7 +18,7 @@ from dstrain.data.decode.pixels import FORMATS, open_image, read_upright_size
 from dstrain.data.files.listing import map_in_threads
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place
-from dstrain.data.index.build import make_files_once
+from dstrain.data.index.build import make_index_files_once
 from dstrain.data.index.index import CHUNK, Index
 from dstrain.data.index.verified import (
     Verified,
@@ -42,16 +42,18 @@ def measure_image_sizes(layout: Layout, index: Index) -> Verified:
     Raises NotRead if the storage fails.
     """
     name = "upright_sizes" if layout.request.upright else "sizes"
-    return _open_or_measure(layout, index, name, 2, lambda place: read_image_size(layout, place), CHUNK)
+    return _open_or_measure_table(layout, index, name, 2, lambda place: read_image_size(layout, place), CHUNK)
 
 
-def count_frames_of_clips(layout: Layout, index: Index) -> Verified:
+def measure_clip_frame_counts(layout: Layout, index: Index) -> Verified:
     """Returns int32 (N, 1), the number of frames of each clip of the index; 0 if the clip cannot be read. Counts only
     at the first call, and keeps the result beside the index, which must be on a disk. All ranks must call it.
 
     Raises NotRead if the storage fails.
     """
-    return _open_or_measure(layout, index, "frames", 1, lambda place: (count_sample_frames(layout, place),), _CLIPS)
+    return _open_or_measure_table(
+        layout, index, "frames", 1, lambda place: (count_sample_frames(layout, place),), _CLIPS
+    )
 
 
 def read_image_size(layout: Layout, place: Place) -> tuple[int, int]:
@@ -73,7 +75,7 @@ def count_sample_frames(layout: Layout, place: Place) -> int:
         return count_frames(layout.read(place))
 
 
-def _open_or_measure(
+def _open_or_measure_table(
     layout: Layout, index: Index, name: str, width: int, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> Verified:
     """Returns a table with a row of `width` numbers for each sample, int32 (N, width), mapped from the file NAME.bin
@@ -86,11 +88,11 @@ def _open_or_measure(
     """
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
     found = partial(open_column_if_intact, path, dtype, len(index) * dtype.itemsize)
-    make_files_once(index, found, lambda: _write_measures(path, layout, index, dtype, measure, chunk))
+    make_index_files_once(index, found, lambda: _measure_and_write_table(path, layout, index, dtype, measure, chunk))
     return open_shared_column(path, dtype, len(index) * dtype.itemsize)
 
 
-def _write_measures(
+def _measure_and_write_table(
     path: Path, layout: Layout, index: Index, dtype: np.dtype, measure: Callable[[Place], tuple[int, ...]], chunk: int
 ) -> None:
     """Measures all samples. Writes to `path` a row of int32 for each sample, zeros if it cannot be read, and checksums

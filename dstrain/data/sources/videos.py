@@ -127,17 +127,17 @@ class Videos(Indexed):
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
-    def read(self, index: int, chance: float | None = None, frames: int | None = None) -> Item:
+    def read(self, index: int, random_number: float | None = None, frames: int | None = None) -> Item:
         """Reads a sample. Raises BadSample if it cannot be read.
 
-        chance: a number in [0, 1) that chooses where in a longer video the clip begins; None takes the middle. frames:
-        the length of the clip; None for that of `cut`.
+        random_number: a number in [0, 1) that chooses where in a longer video the clip begins; None takes the middle.
+        frames: the length of the clip; None for that of `cut`.
         """
         row, cut = self.find_row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
         place = self.index.read_place(row)
         with convert_errors_to_bad_sample(place.name, self.path / place.name):
             file = self.layout.read(place)
-            video, real, listing = read_clip(file, cut, chance, self._listings.get(index))
+            video, real, listing = read_clip(file, cut, random_number, self._listings.get(index))
             caption = self._read_caption(row, file)
         while len(self._listings) >= _MAX_LISTINGS:
             del self._listings[next(iter(self._listings))]
@@ -172,13 +172,13 @@ class Videos(Indexed):
         still = some == {True} and self.cut.num_frames > 1 and not self.cut.still
         return super().describe_samples() + "; they are named as still pictures: one frame each, repeated" * still
 
-    def _summarize(self) -> str:
+    def _compute_fingerprint_prefix(self) -> str:
         """Returns the first part of the fingerprint: split, number of samples and classes, where the captions are, and
         a hash of the samples' names.
         """
         return (
             f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
-            f"names={self._hash_names(self._iterate_listed_captions())}"
+            f"names={self._hash_names_and_labels(self._iterate_listed_captions())}"
         )
 
     def _iterate_listed_captions(self) -> Iterable[bytes]:
@@ -189,7 +189,7 @@ class Videos(Indexed):
             return ()
         return (
             text.encode()
-            for rows, _ in self._iterate_chunks()
+            for rows, _ in self._iterate_rows_and_labels()
             for row in rows
             for text in self.index.read_captions(int(row))
         )
@@ -216,7 +216,7 @@ class Videos(Indexed):
         for text in self._iterate_listed_captions():
             end += len(text)
             texts.update(end.to_bytes(8, "little"))
-        for names in self._iterate_files(numbers) if self.captions_from == "beside" else ():
+        for names in self._iterate_file_names(numbers) if self.captions_from == "beside" else ():
             hash_captions_into(texts, self.path, names)
         return texts.digest()
 
@@ -253,7 +253,7 @@ class Mixed(Source):
     def __len__(self) -> int:
         return len(self.videos) + self.slots
 
-    def separate_images(self, videos: Source) -> "Mixed":
+    def bucket_images_separately(self, videos: Source) -> "Mixed":
         """Returns a source of the same samples, in which images are clips of one frame, in a bucket behind all others.
 
         videos: the same videos, sorted into buckets
@@ -261,56 +261,56 @@ class Mixed(Source):
         return replace(self, videos=videos, frames=1)
 
     @property
-    def ends(self) -> tuple[int, ...]:
+    def shape_ends(self) -> tuple[int, ...]:
         """Returns the index after the last sample of each shape. Images count as one more shape if they have a bucket
         of their own.
         """
-        return (len(self),) if self.frames is None else (*self.videos.ends, len(self))
+        return (len(self),) if self.frames is None else (*self.videos.shape_ends, len(self))
 
-    def make_order(self, global_batch: int, seed: int) -> Any:
+    def make_sample_order(self, global_batch: int, seed: int) -> Any:
         """Returns the order in which training takes the samples; with buckets, each global batch from one bucket."""
         if self.frames is None:
-            return super().make_order(global_batch, seed)
-        return BucketOrder(tuple(np.diff(self.ends, prepend=0).tolist()), global_batch, seed)
+            return super().make_sample_order(global_batch, seed)
+        return BucketOrder(tuple(np.diff(self.shape_ends, prepend=0).tolist()), global_batch, seed)
 
-    def make_square_view(self) -> Source:
+    def make_single_shape_view(self) -> Source:
         """Returns a source of the same samples in which nothing is sorted into buckets."""
-        return replace(self, videos=self.videos.make_square_view(), frames=None)
+        return replace(self, videos=self.videos.make_single_shape_view(), frames=None)
 
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
-    def read(self, index: int, chance: float | None = None) -> Item:
-        """Reads the video at `index`; for an index behind all videos, reads the image that `chance` chooses. See
+    def read(self, index: int, random_number: float | None = None) -> Item:
+        """Reads the video at `index`; for an index behind all videos, reads the image that `random_number` chooses. See
         Videos.read.
 
-        For the same `chance`, neighbouring indices give different images.
+        For the same `random_number`, neighbouring indices give different images.
         """
         if index < len(self.videos):
-            item = self.videos.read(index, chance)
+            item = self.videos.read(index, random_number)
         else:
-            item = self.images.read(self._choose_image(index, chance or 0.0), frames=self.frames)
+            item = self.images.read(self._choose_image_index(index, random_number or 0.0), frames=self.frames)
         return {name: value for name, value in item.items() if name not in self.dropped}
 
     def read_captions(self, index: int) -> tuple[str, ...]:
         """Returns the captions of the video at `index`; for an index behind all videos, those of the image that `read`
-        gives without `chance`.
+        gives without `random_number`.
         """
         if index < len(self.videos):
             return self.videos.read_captions(index)
-        return self.images.read_captions(self._choose_image(index, 0.0))
+        return self.images.read_captions(self._choose_image_index(index, 0.0))
 
-    def _choose_image(self, index: int, chance: float) -> int:
-        """Returns the index in `images` of the image that is read for `index`, an index behind all videos. chance: a
-        number in [0, 1) that chooses the image.
+    def _choose_image_index(self, index: int, random_number: float) -> int:
+        """Returns the index in `images` of the image that is read for `index`, an index behind all videos.
+        random_number: a number in [0, 1) that chooses the image.
         """
-        return (index - len(self.videos) + int(chance * len(self.images))) % len(self.images)
+        return (index - len(self.videos) + int(random_number * len(self.images))) % len(self.images)
 
     def name_sample(self, index: int) -> str:
         return (
             self.videos.name_sample(index)
             if index < len(self.videos)
-            else self.images.name_sample(self._choose_image(index, 0.0))
+            else self.images.name_sample(self._choose_image_index(index, 0.0))
         )
 
     def compute_fingerprint(self) -> str:

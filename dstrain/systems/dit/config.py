@@ -185,7 +185,7 @@ class Config(Fields):
         if self.tokens.label:
             raise ConfigError("tokens.label: with condition=text there is no label; leave it at 0")
         if self.codes is not None:
-            self.require_matching_cache(self.codes.text, self.codes.text_encoder)
+            self.require_matching_cached_texts(self.codes.text, self.codes.text_encoder)
 
     @classmethod
     def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:

@@ -93,7 +93,7 @@ class Latents(Section):
             return section
         moments = (codes.channel_mean, codes.channel_std) if codes else None
         if moments is None and autoencoder is not None:
-            moments = autoencoder.read_channel_moments()
+            moments = autoencoder.read_channel_means_and_stds()
         return section | dict(zip(("mean", "std"), moments or ()))
 
     def require_channel_moments(self, channels: int) -> None:
@@ -137,7 +137,7 @@ def load_first_stage(
         if configured not in (None, actual):
             raise ConfigError(f"{name}: {configured} in the recipe, {actual} in autoencoder {path}: make both equal")
     # Hashing all weights takes a while, so it is done once and only where there is something to compare with.
-    hashed = autoencoder.fingerprint() if codes is not None or section.fingerprint is not None else None
+    hashed = autoencoder.compute_fingerprint() if codes is not None or section.fingerprint is not None else None
     if section.fingerprint not in (None, hashed):
         raise ConfigError(
             f"model.first_stage.path: {path} is the autoencoder {hashed}, this model was trained with "

@@ -253,7 +253,7 @@ class DiTSystem(System):
         return self.texts.describe_cut(texts, what)
 
     def fingerprint(self, source: Any) -> str:
-        return super().fingerprint(source) + self.texts.make_fingerprint_suffix()
+        return super().fingerprint(source) + self.texts.make_text_encoder_suffix()
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the conditions, by name, of samples that begin from `images`: {"image_embed": float32 (N, E)} for a
@@ -267,15 +267,15 @@ class DiTSystem(System):
         some of another width. Prints a warning if tokens are routed and an image has fewer than 1,000 tokens.
         """
         if self.config.align:
-            require_encoder_or_features(self.config.align, source.read_first())
+            require_encoder_or_features(self.config.align, source.read_first_readable())
         if self.config.routing:
             warn_if_few_tokens(self.config.count_tokens(self.shape))
         if self.takes_embeddings:
             self._require_valid_conditions(
-                {name: value[None] for name, value in source.read_first().items() if name == "image_embed"}
+                {name: value[None] for name, value in source.read_first_readable().items() if name == "image_embed"}
             )
         if self.takes_texts:
-            batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first().items()}
+            batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first_readable().items()}
             for condition in self.network_conditions:
                 condition.make_example_tensors(batch)
 

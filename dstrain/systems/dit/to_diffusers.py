@@ -28,7 +28,7 @@ from dstrain.diffusion.published import add_to_model_index
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.encoders.joined_text import CLIP_TOKENS, has_t5
-from dstrain.encoders.text import load_t5
+from dstrain.encoders.text import load_t5_and_tokenizer
 from dstrain.nn.measures import measure_relative_error
 from dstrain.nn.pixels import convert_to_uint8
 from dstrain.nn.positions import make_sincos_positions
@@ -245,7 +245,7 @@ def _save_pixart_pipeline(system: DiTSystem, network: DiT, folder: Path) -> None
     transformer.load_state_dict(
         translate_weights_to_layout(state, "pixart", list(transformer.state_dict())), assign=True
     )
-    text_encoder, tokenizer = load_t5(system.config.text_encoder)
+    text_encoder, tokenizer = load_t5_and_tokenizer(system.config.text_encoder)
     vae, scheduler = _load_diffusers_autoencoder(system.config), _build_scheduler(system)
     folder.mkdir(parents=True, exist_ok=True)
     PixArtAlphaPipeline(tokenizer, text_encoder, vae, transformer, scheduler).save_pretrained(folder)
@@ -486,9 +486,9 @@ def _load_diffusers_autoencoder(config: Config) -> nn.Module | None:
             "first_stage: diffusers has no pipeline that decodes by an AutoencoderRAE; take --format safetensors"
         )
     trained_with = config.first_stage.fingerprint or (config.codes.first_stage if config.codes else None)
-    if trained_with not in (None, stage.fingerprint()):
+    if trained_with not in (None, stage.compute_fingerprint()):
         raise ConfigError(
-            f"model.first_stage.path: {config.first_stage.path} is the autoencoder {stage.fingerprint()} now, "
+            f"model.first_stage.path: {config.first_stage.path} is the autoencoder {stage.compute_fingerprint()} now, "
             f"this model was trained with {trained_with}; put that one back there"
         )
     scale: dict[str, Any] = {"scaling_factor": stage.scaling_factor, "shift_factor": stage.shift or None}

@@ -168,7 +168,7 @@ class Config(SystemConfig, ReadsTexts):
                 f"token_shape {list(self.token_shape)}: the tokens in data.path are {list(codes.shape)} "
                 "(latent frames, height, width); leave model.token_shape out, or encode other clips"
             )
-        self.require_matching_cache(codes.text, codes.text_encoder)
+        self.require_matching_cached_texts(codes.text, codes.text_encoder)
         expected = self.tokenizer and self.tokenizer.fingerprint
         if expected not in (None, codes.first_stage):
             raise ConfigError(

@@ -112,7 +112,7 @@ class PhenakiSystem(System):
                 f"{source.uncaptioned}: no captions are there, and the model reads texts: give X.txt "
                 "beside files, class folders or data.captions (clips), or set model.unconditional=true"
             )
-        batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first().items()}
+        batch = {name: torch.as_tensor(value)[None] for name, value in source.read_first_readable().items()}
         largest = int(self.encode(batch)["tokens"].max())
         if largest >= self.config.codebook_size:
             raise ConfigError(
@@ -122,7 +122,7 @@ class PhenakiSystem(System):
 
     def fingerprint(self, source: Any) -> str:
         """Returns a text that changes if the training data or the text encoder change."""
-        return source.compute_fingerprint() + self.texts.make_fingerprint_suffix()
+        return source.compute_fingerprint() + self.texts.make_text_encoder_suffix()
 
     def get_tokenizer(self, device: torch.device | None = None) -> Codec:
         """Returns the frozen tokenizer, moved to `device` unless it is None. The first call loads it. Raises

@@ -96,7 +96,7 @@ class PriorSystem(System):
         model's, or if it lacks texts. Raises ConfigError, too, if a text encoder is needed and model.text_encoder names
         none.
         """
-        self.encode({name: values[None] for name, values in source.read_first().items()})
+        self.encode({name: values[None] for name, values in source.read_first_readable().items()})
 
     def fingerprint(self, source: Any) -> str:
         """Returns the fingerprint of the data source. Adds a hash of the embeddings' mean and std if image_embed_stats
@@ -105,8 +105,8 @@ class PriorSystem(System):
         result = source.compute_fingerprint()
         if self.config.image_embed_stats is not None:
             result += f" image_embed_stats={hash_network({}, {'mean': self.mean, 'std': self.std})}"
-        if self._find_missing_text_input(source.read_first()):
-            result += f" text_encoder={self.get_text_encoder(torch.device('cpu')).fingerprint()}"
+        if self._find_missing_text_input(source.read_first_readable()):
+            result += f" text_encoder={self.get_text_encoder(torch.device('cpu')).compute_fingerprint()}"
         return result
 
     def _find_missing_text_input(self, given_names: Container[str]) -> str | None:
@@ -401,7 +401,7 @@ class PriorSystem(System):
         is above 0.
         """
         built_in = self.config.text_encoder == emoji.TEXT_ENCODER and not self.config.max_text_len
-        return emoji.read_text_embeds(texts) if built_in else None
+        return emoji.look_up_text_embeds(texts) if built_in else None
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
         """Returns the network's text inputs for N texts, (N, ...) each, on the CPU. If all texts are built-in captions,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import rng
-from dstrain.encoders.autoencoder import read_encoding_config_and_weights
+from dstrain.encoders.autoencoder import get_config_and_weights_to_hash
 from dstrain.nn.measures import measure_psnr_and_ssim
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import kl, losses
@@ -140,7 +140,7 @@ class KLSystem(AutoencoderSystem):
         """Returns the config and the weights by name, as an exported AutoencoderKL has them. So the hash of the
         exported network equals that of the trained one.
         """
-        return read_encoding_config_and_weights(nets["autoencoder"])
+        return get_config_and_weights_to_hash(nets["autoencoder"])
 
     def require_expressible(self) -> None:
         """Does nothing, since diffusers' AutoencoderKL can express every choice of model.kl."""

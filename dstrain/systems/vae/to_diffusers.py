@@ -94,7 +94,7 @@ def measure_export_errors(
     ones.
     """
     read = Autoencoder(str(folder)).to(example["x_start"].device)
-    trained, exported = hash_network(*system.identity(nets)), read.fingerprint()
+    trained, exported = hash_network(*system.identity(nets)), read.compute_fingerprint()
     if trained != exported:
         raise ConfigError(f"{folder} was read back as the first stage {exported}, the trained one is {trained}")
     codes = system.codes(nets, example)

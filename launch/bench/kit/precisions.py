@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder, encode_posterior
-from dstrain.encoders.precision import Precision, choose_dtype, find_precision_problem, use_precision
+from dstrain.encoders.precision import Precision, choose_weight_dtype, find_precision_problem, use_precision
 from dstrain.engine.initial import build_networks
 from dstrain.engine.start import start_group
 from dstrain.planning.synthetic import Repeated
@@ -42,7 +42,7 @@ def gradients(record: Record, system: str, most: float) -> None:
     exact = _gradients(run, states, batch, torch.float64, torch.device("cpu"))
     for precision in _possible(record):
         with use_precision(precision):
-            ours = _gradients(run, states, batch, choose_dtype(precision), group.device())
+            ours = _gradients(run, states, batch, choose_weight_dtype(precision), group.device())
         for part, gradient in exact.items():
             record.row(
                 f"{part} in {precision}: gradient, from float64 on the CPU",
@@ -69,7 +69,7 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
 
     exact = output(build_loaded_networks(system, states.items(), torch.float64, device))
     for precision in _possible(record):
-        nets = build_loaded_networks(system, states.items(), choose_dtype(precision), device)
+        nets = build_loaded_networks(system, states.items(), choose_weight_dtype(precision), device)
         with use_precision(precision):
             record.row(
                 f"{precision}: one prediction, from float64",

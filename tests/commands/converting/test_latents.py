@@ -110,7 +110,7 @@ def test_taken_over(tmp_path, vae, write):
     index = convert_latents(order)
     source, every = Latents(tmp_path / "out"), torch.arange(NUMBER)
     encoding = index["encoding"]
-    assert encoding["first_stage"] == Autoencoder(str(vae)).fingerprint() and encoding["image_size"] == 16
+    assert encoding["first_stage"] == Autoencoder(str(vae)).compute_fingerprint() and encoding["image_size"] == 16
     assert encoding["flips"] == codes.shape[1] and encoding["shape"] == list(SHAPE) and encoding["channels"] == 1
     for side in range(codes.shape[1]):
         batch = source.read_codes(every, torch.full((NUMBER,), bool(side)))

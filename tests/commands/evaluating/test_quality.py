@@ -16,7 +16,7 @@ from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.open import open_sources
 from dstrain.data.views import Spread
-from dstrain.metrics.features import open_features
+from dstrain.metrics.features import open_feature_network
 from dstrain.metrics.images import open_image_set
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
@@ -174,7 +174,7 @@ def test_clean_fid_reads_what_generate_writes(drawn_files, tmp_path):
     """Oracle: clean-fid's own reading and resizing of that folder, with our network, since it fetches its weights."""
     folder, weights = drawn_files
     theirs = pytest.importorskip("cleanfid.fid")
-    network = open_features(f"clean-fid:{weights}")._network
+    network = open_feature_network(f"clean-fid:{weights}")._network
     features = theirs.get_folder_features(
         str(folder),
         lambda batch: network(batch / 128 - 1),
@@ -289,7 +289,7 @@ def test_refused_before_the_reference_is_read(run, words, tmp_path, monkeypatch,
         options = options | {"reference": arrays(tmp_path / "few.npz", noise(5))}
     if "images" in options:
         options = options | {"images": arrays(tmp_path / "mine.npz", noise(9))}
-    monkeypatch.setattr(module.Compared, "read_statistics", unread)
+    monkeypatch.setattr(module.Compared, "collect_missing_statistics", unread)
     with pytest.raises(ConfigError, match=message):
         measure_quality(
             EvaluateOptions(

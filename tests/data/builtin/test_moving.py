@@ -58,7 +58,7 @@ def test_it_moves_where_the_caption_says(index, num_frames, height, width):
 def test_every_item_in_every_motion_once():
     """Oracle: counting, and the items of the built-in images; captions with their articles."""
     source = MovingFashion(2)
-    captions = [source.caption_clip(index) for index in range(len(source))]
+    captions = [source.compose_caption(index) for index in range(len(source))]
     assert len(source) == 10_000 and len(MovingFashion(2, split="held_out")) == 2_500
     counts = collections.Counter(captions)
     assert len(counts) == 50 and set(counts.values()) == {200}
@@ -67,9 +67,9 @@ def test_every_item_in_every_motion_once():
     assert len({source._find_item_and_motion(index) for index in range(10_000)}) == 10_000
     for index in range(0, 10_000, 997):
         item = source[index]
-        assert source.classes[item["label"]] in source.caption_clip(index)
+        assert source.classes[item["label"]] in source.compose_caption(index)
         assert item["label"] == source.items.labels[source._find_item_and_motion(index)[0]]
-    first = [source.caption_clip(index).split(" ", 1)[1] for index in range(50)]
+    first = [source.compose_caption(index).split(" ", 1)[1] for index in range(50)]
     assert len({words.split(" ")[-1] for words in first}) == len(MOTIONS) and len(set(first)) > 25  # a part is varied
 
 
@@ -78,16 +78,16 @@ def test_an_item_that_rests_on_a_pixel_is_itself():
     source = MovingFashion(5, 24, 24, 3)
     image = Fashion(16, 1)[0]["image"][0]
     for index in range(200):
-        item, (x, y) = source[index], source._compute_positions(index)
+        item, (x, y) = source[index], source._compute_item_positions(index)
         assert torch.equal(item["video"][:, 0], item["video"][:, 2])
         for frame, left, top in zip(item["video"][:, 0], x.tolist(), y.tolist()):
             assert 0 <= left <= 8 and 0 <= top <= 8
             outside = frame.clone()
             outside[int(top) : int(top) + 17, int(left) : int(left) + 17] = 0
             assert not outside.any()
-    from dstrain.data.builtin.moving import _paste_item
+    from dstrain.data.builtin.moving import _draw_moving_item
 
-    placed = _paste_item(image, torch.tensor([3.0, 3.5]), torch.tensor([7.0, 16.0]), 32, 32)
+    placed = _draw_moving_item(image, torch.tensor([3.0, 3.5]), torch.tensor([7.0, 16.0]), 32, 32)
     assert torch.equal(placed[0, 7:23, 3:19], image) and placed[0].sum() == image.sum()
     between = (image[:, 1:].float() + image[:, :-1]) / 2
     assert (placed[1, 16:, 4:19].float() - between).abs().max() <= 0.5  # halfway
@@ -114,7 +114,7 @@ def test_batches_of_the_recipe():
     assert len(unseen) == 2_500
     with Batches(train, global_batch=8, micro_batch=8, seed=0, flip=data.flip) as batches:
         batch = next(batches.read_step(3))
-    index = batches._stream.order.index_at(torch.arange(24, 32))
+    index = batches._stream.order.find_sample_index(torch.arange(24, 32))
     assert batch["video"].shape == (8, 5, 1, 48, 32) and batch["frames"].tolist() == [5] * 8
     samples = [train[i] for i in index.tolist()]
     assert torch.equal(batch["video"], torch.stack([sample["video"] for sample in samples]))

@@ -16,7 +16,7 @@ from dstrain import rng, systems
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import embeddings, rows
 from dstrain.data.cached.embeddings import BUILTIN, has_embedding_pairs, open_pairs
-from dstrain.data.open import open_sources, open_split, require_contents
+from dstrain.data.open import open_sources, open_split, require_learnable_contents
 from dstrain.data.source import BadSample
 from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import Data
@@ -403,7 +403,7 @@ def test_the_data_section(tmp_path):
     assert len(open_split(data, "test")) == 3 and open_sources(data.model_copy(update={"splits": ALL}))[1] is None
 
     def require(data, system):
-        require_contents(
+        require_learnable_contents(
             data, system, systems.find_config_class(system).learns_from, systems.list_systems_learning_from
         )
 

@@ -18,7 +18,7 @@ from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_codes_cache
-from dstrain.data.open import fill_in_codes, open_sources
+from dstrain.data.open import fill_in_codes_entry, open_sources
 from dstrain.data.order import Order
 from dstrain.disk.sealed import render_sealed_json
 from dstrain.encoders.autoencoder import Autoencoder
@@ -93,7 +93,7 @@ def write(
                     "encoding": shards.hash_encoding(encoding),
                     "number": k,
                     "bad": [],
-                    "sums": shards.summarize_codes(codes),
+                    "sums": shards.sum_codes_for_statistics(codes),
                 },
             )
         )
@@ -130,7 +130,7 @@ def test_token_ids(tmp_path):
     batches = Batches(Latents(tmp_path / "x"), global_batch=20, micro_batch=20, seed=1)
     (batch,) = batches.read_step(0)
     side = (rng.uniform(batch["key"], "flip") < 0.5).long().numpy()
-    index = Order(50, 1).index_at(torch.arange(20)).numpy()
+    index = Order(50, 1).find_sample_index(torch.arange(20)).numpy()
     assert batch["tokens"].dtype == torch.int64 and np.array_equal(batch["tokens"], codes[index, side])
 
 
@@ -153,7 +153,7 @@ def test_the_global_batch_at_any_world_and_worker_count(tmp_path, num_workers):
                 parts += batches.read_step(7)
         whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         rows = whole["position"].argsort()
-        key, index = rng.keys(3, 7, position), Order(50, 3).index_at(7 * 24 + position).numpy()
+        key, index = rng.keys(3, 7, position), Order(50, 3).find_sample_index(7 * 24 + position).numpy()
         side = (rng.uniform(key, "flip") < 0.5).long().numpy()
         assert 0 < side.sum() < 24 and torch.equal(whole["key"][rows], key)
         assert np.array_equal(whole["latent_mean"][rows], codes[index, side, 0])
@@ -186,7 +186,7 @@ def test_a_share_is_held_out(tmp_path):
     """Oracle: the two splits part the whole; a share by the hash, near the fraction, the same at every opening."""
     codes = write(tmp_path / "x", number=1000, size=300)
     train, unseen = (Latents(tmp_path / "x", split, 0.2) for split in ("train", "held_out"))
-    members, others = (view.members.find_members(np.arange(len(view))) for view in (unseen, train))
+    members, others = (view.members.find_members_at(np.arange(len(view))) for view in (unseen, train))
     held = rng.uniform(rng.keys_of_seeds(torch.arange(1000)), "held_out") < 0.2
     assert members.tolist() == held.nonzero()[:, 0].tolist() and others.tolist() == (~held).nonzero()[:, 0].tolist()
     assert 150 < len(unseen) < 250 and np.array_equal(unseen[7]["latent_mean"], codes[members[7], 0, 0])
@@ -278,7 +278,7 @@ def stage(tmp_path):
     from dstrain.encoders.autoencoder import Autoencoder
 
     path = first_stage.save(tmp_path / "vae")
-    write(tmp_path / "x", stage=Autoencoder(str(path)).fingerprint())
+    write(tmp_path / "x", stage=Autoencoder(str(path)).compute_fingerprint())
     words = [
         f"data.path={tmp_path / 'x'}",
         "data.image_size=16",
@@ -336,7 +336,7 @@ def test_the_published_recipes_read_latents(tmp_path, name, side):
         size=20,
         shape=[4, side, side],
         classes=[f"n{i:04}" for i in range(1000)],
-        stage=Autoencoder(str(path)).fingerprint(),
+        stage=Autoencoder(str(path)).compute_fingerprint(),
         image_size=8 * side,
         channels=3,
     )
@@ -453,7 +453,9 @@ def test_an_image_folder_may_have_an_index(tmp_path):
     for name in ("index.json", "encoding.json"):
         for text in ("{}", '{"body": {}}', '{"hash": "abc"}', "", '["encoding"]'):
             (root / name).write_text(text)
-            assert not is_codes_cache(root) and fill_in_codes(data).codes is None and len(open_sources(data)[0]) == 6
+            assert (
+                not is_codes_cache(root) and fill_in_codes_entry(data).codes is None and len(open_sources(data)[0]) == 6
+            )
     write(tmp_path / "x")
     index = tmp_path / "x" / "index.json"
     for damaged in (index.read_text()[:150], "", "{}"):
@@ -467,9 +469,9 @@ def test_an_image_folder_may_have_an_index(tmp_path):
 def test_images_have_no_codes(tmp_path):
     """Oracle: the section: what an index once filled in is not kept for a folder of images."""
     write(tmp_path / "x")
-    data = fill_in_codes(Data(path=str(tmp_path / "x"), image_size=16, channels=1))
+    data = fill_in_codes_entry(Data(path=str(tmp_path / "x"), image_size=16, channels=1))
     assert data.codes.shape == (3, 4, 4) and data.codes.first_stage == "stage"
-    assert fill_in_codes(data.model_copy(update={"path": "builtin:fashion"})).codes is None
+    assert fill_in_codes_entry(data.model_copy(update={"path": "builtin:fashion"})).codes is None
 
 
 def resident(array) -> bool:
@@ -505,13 +507,13 @@ def test_a_step_names_the_samples_of_the_next(tmp_path):
     """
 
     class Observed(Latents):
-        def prefetch(self, index, mirrored=None, chance=None):
+        def prefetch(self, index, mirrored=None, random_number=None):
             seen.append(("expected", *zip(index.tolist(), mirrored.tolist())))
-            super().prefetch(index, mirrored, chance)
+            super().prefetch(index, mirrored, random_number)
 
-        def read_codes(self, index, mirrored=None, chance=None):
+        def read_codes(self, index, mirrored=None, random_number=None):
             seen.append(("taken", *zip(index.tolist(), mirrored.tolist())))
-            return super().read_codes(index, mirrored, chance)
+            return super().read_codes(index, mirrored, random_number)
 
     write(tmp_path / "cache")
     settings = {

@@ -120,7 +120,9 @@ def test_a_crop_belongs_to_the_key(tmp_path):
             for step in (2, 3):
                 part = next(batches.read_step(step))
                 assert torch.equal(part["image"], alone[step]["image"][5 * rank : 5 * rank + 5])
-    index = [source.make_order(10, 1).index_at(torch.arange(20) + 20 * epoch).tolist() for epoch in range(2)]
+    index = [
+        source.make_sample_order(10, 1).find_sample_index(torch.arange(20) + 20 * epoch).tolist() for epoch in range(2)
+    ]
     first, second = (torch.cat([batch["image"] for batch in alone[2 * epoch : 2 * epoch + 2]]) for epoch in range(2))
     flips = [
         torch.cat([rng.uniform(batch["key"], "flip") < 0.5 for batch in alone[2 * epoch : 2 * epoch + 2]])

@@ -83,7 +83,7 @@ def test_too_many_open_files_are_no_bad_file(tmp_path, monkeypatch):
             source[0]
         assert waits == pytest.approx([0.2, 1.0, 5.0])
         with pytest.raises(NotRead, match="Too many open files"):  # and no other sample in its place
-            source.read_first()
+            source.read_first_readable()
         monkeypatch.setattr(storage.time, "sleep", lambda seconds: restore())
         assert (source[0]["image"] == expected).all()
     finally:

@@ -21,7 +21,7 @@ from dstrain.data.files.local import LocalFiles, expand_braces
 from dstrain.data.formats import recognise_layout
 from dstrain.data.formats.base import UNCAPTIONED, Request
 from dstrain.data.open import open_sources
-from dstrain.data.source import BadSample, stack_texts
+from dstrain.data.source import BadSample, pad_and_stack_texts
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.encoders.text import unpack_captions
@@ -84,7 +84,7 @@ def test_webdataset(tmp_path, plain):
     assert [source.name_sample(i).partition(".tar/")[2] for i in range(len(source))] == keys
     some, request = tmp_path / "shards" / "out-{00001..00002}.tar", Request(SUFFIXES, captions=True)
     captioned = open_images(some, 16, request=request)
-    assert unpack_captions(stack_texts([captioned[i]["caption"] for i in range(len(captioned))])) == [
+    assert unpack_captions(pad_and_stack_texts([captioned[i]["caption"] for i in range(len(captioned))])) == [
         f"no. {i}" for i in range(5, len(files))
     ]
     whole = open_images(tmp_path / "shards", 16, request=request)

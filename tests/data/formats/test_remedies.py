@@ -23,7 +23,7 @@ from tests.support.pictures import folder, picture
 
 def refusal(**entries) -> str:
     with pytest.raises(ConfigError) as caught:
-        open_sources(Data(image_size=16, **entries))[0].read_first()
+        open_sources(Data(image_size=16, **entries))[0].read_first_readable()
     return str(caught.value)
 
 

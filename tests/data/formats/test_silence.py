@@ -263,12 +263,12 @@ def links_back_beside_tars(d):
 
 @case("clips")
 def hidden_pictures_beside_videos(d):
-    from dstrain.data.open import find_contents
+    from dstrain.data.open import find_content_kind
 
     put(d / "._0.png", 1)
     put(d / "a" / "@eaDir" / "0.png", 1)
     (d / "a" / "0.mp4").write_bytes(b"x")
-    return find_contents(Data(path=str(d)))
+    return find_content_kind(Data(path=str(d)))
 
 
 # B18: words in names choose the split.

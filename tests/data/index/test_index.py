@@ -27,10 +27,10 @@ from dstrain.data.decode.pixels import SUFFIXES, read_image
 from dstrain.data.files.local import Files
 from dstrain.data.formats.base import Layout, Place, Request, Sample
 from dstrain.data.formats.folders import Folders
-from dstrain.data.index.build import make_files_once, open_index
+from dstrain.data.index.build import make_index_files_once, open_index
 from dstrain.data.index.index import Index
 from dstrain.data.index.verified import Verified, write_checksums_beside
-from dstrain.data.source import stack_texts
+from dstrain.data.source import pad_and_stack_texts
 from dstrain.data.sources import sizes
 from dstrain.data.sources.images import Images, open_images
 from dstrain.data.sources.sizes import measure_image_sizes
@@ -236,7 +236,7 @@ def test_verified_columns(tmp_path, dtype):
     path.write_bytes(content)
     write_checksums_beside(path, values)
     column = Verified(path, dtype, len(content))
-    assert len(column) == len(values) and column.passes_early_check()
+    assert len(column) == len(values) and column.matches_checksums_if_small()
     assert column[5] == values[5] and column[len(values) - 1] == values[-1] and not len(column[7:7])
     assert np.array_equal(column[3:99999], values[3:99999])
     if dtype is not None:
@@ -245,7 +245,7 @@ def test_verified_columns(tmp_path, dtype):
         path.unlink()  # the old one is still mapped
         path.write_bytes(content[:place] + bytes((content[place] ^ 128,)) + content[place + 1 :])
         column = Verified(path, dtype, len(content))
-        assert not column.passes_early_check()
+        assert not column.matches_checksums_if_small()
         for block in {0, 1, 2, 255, 256, 299, 300, place // 4096}:
             first = block * 4096 // width
             if block == place // 4096:
@@ -256,7 +256,7 @@ def test_verified_columns(tmp_path, dtype):
                 assert column[first] == values[first]
     path.unlink()
     path.write_bytes(bytes(byte ^ 128 * (place in (7, 15)) for place, byte in enumerate(content[:16])) + content[16:])
-    assert not Verified(path, dtype, len(content)).passes_early_check()  # the upper bits of two words
+    assert not Verified(path, dtype, len(content)).matches_checksums_if_small()  # the upper bits of two words
     for file, damage in ((path, b"x"), (path.with_suffix(".sums"), b"x" * 4)):
         file.write_bytes(file.read_bytes() + damage)
         with pytest.raises(ValueError, match="bytes"):
@@ -292,7 +292,7 @@ def test_two_commands_write_the_same_splits(tmp_path, monkeypatch):
     monkeypatch.setattr(Index, "write_splits", slow)
 
     def write_splits(index: Index) -> None:
-        make_files_once(index, lambda: index.has_splits(0.3), lambda: index.write_splits(0.3))
+        make_index_files_once(index, lambda: index.has_splits(0.3), lambda: index.write_splits(0.3))
 
     second = threading.Thread(target=write_splits, args=(Index.open(index.folder),))
     write_splits(index)
@@ -381,7 +381,9 @@ def test_places_labels_and_captions(tmp_path, monkeypatch, labels):
             assert source.index.read_captions(row) == tuple(texts[row])
             items = [source.read(row, chance) for chance in (0.0, 0.34, 0.67, 0.99)]
             numbers = [int(chance * len(texts[row])) for chance in (0.0, 0.34, 0.67, 0.99)]
-            assert unpack_captions(stack_texts([item["caption"] for item in items])) == [texts[row][n] for n in numbers]
+            assert unpack_captions(pad_and_stack_texts([item["caption"] for item in items])) == [
+                texts[row][n] for n in numbers
+            ]
             picture(row).save(tmp_path / "same.png")
             assert torch.equal(items[0]["image"], read_image(tmp_path / "same.png", 16))
             assert items[0]["label"] == expected[row]

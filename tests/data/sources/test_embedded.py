@@ -11,7 +11,7 @@ from dstrain.commands.encoding import embeddings as caches
 from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.builtin.emoji import EMOJI, Emoji
 from dstrain.data.cached.embeddings import BUILTIN, open_builtin_pairs, open_pairs
-from dstrain.data.open import fill_in_codes, open_sources
+from dstrain.data.open import fill_in_codes_entry, open_sources
 from dstrain.encoders.image import ImageEncoder
 from dstrain.recipe import ConfigError, Data
 from tests.support import towers
@@ -20,7 +20,7 @@ from tests.support.pictures import picture
 
 def test_builtin_emoji():
     """Oracle: the pairs: what a prior trains on is what the decoder trains on, each picture with its own embedding."""
-    train, unseen = open_sources(fill_in_codes(Data(path=EMOJI, embeddings=BUILTIN)))
+    train, unseen = open_sources(fill_in_codes_entry(Data(path=EMOJI, embeddings=BUILTIN)))
     pairs = open_pairs(BUILTIN, (0.8, 0.1, 0.1), "train")
     assert train.whole.rows.tolist() == pairs.rows.tolist() and (len(train), len(unseen)) == (1528, 382)
     assert not {*train.whole.rows.tolist()} & {*unseen.whole.rows.tolist()}
@@ -80,7 +80,7 @@ def data_of(root, **changes) -> Data:
 
 def test_a_folder(made):
     """Oracle: the encoder itself on each picture, in both splits; the picture without a caption is left out."""
-    train, unseen = open_sources(fill_in_codes(data_of(made)))
+    train, unseen = open_sources(fill_in_codes_entry(data_of(made)))
     assert len(train) + len(unseen) == 11 and len(unseen) == 2
     encoder = ImageEncoder(str(made / "clip"))
     for source in (train, unseen):
@@ -116,4 +116,4 @@ def test_other_images_are_refused(made, tmp_path):
         ({"buckets": [[16, 16]]}, "one source of squares"),
     ):
         with pytest.raises(ConfigError, match=message):
-            open_sources(fill_in_codes(data_of(made, **changes)))
+            open_sources(fill_in_codes_entry(data_of(made, **changes)))

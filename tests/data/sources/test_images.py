@@ -17,7 +17,7 @@ from dstrain.data.builtin.fashion import FASHION
 from dstrain.data.decode import pixels
 from dstrain.data.decode.pixels import crop_center, read_image, to_tensor
 from dstrain.data.index import source as folder_module
-from dstrain.data.source import BadSample, read_items
+from dstrain.data.source import BadSample, read_items_or_substitutes
 from dstrain.data.sources.images import open_images
 from dstrain.recipe import ConfigError
 from tests.support import clips
@@ -389,4 +389,4 @@ def test_a_video_under_the_name_of_a_picture(tmp_path, name):
     (tmp_path / "d").mkdir()
     shutil.copy(clip, tmp_path / "d" / "a.png")
     with pytest.raises(ConfigError, match="it is a video, and no picture: choose a system that learns from clips"):
-        read_items(open_images(tmp_path / "d", 16), [0])
+        read_items_or_substitutes(open_images(tmp_path / "d", 16), [0])

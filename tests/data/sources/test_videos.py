@@ -14,9 +14,9 @@ from dstrain import rng
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.decode.clips import Cut
 from dstrain.data.formats.clips import read_captions_file
-from dstrain.data.open import open_sources, require_contents
+from dstrain.data.open import open_sources, require_learnable_contents
 from dstrain.data.order import Order
-from dstrain.data.source import BadSample, stack_texts
+from dstrain.data.source import BadSample, pad_and_stack_texts
 from dstrain.data.sources import videos
 from dstrain.data.sources.videos import Mixed, open_videos
 from dstrain.data.views import Spread
@@ -64,7 +64,9 @@ def test_captions_beside_the_clips(tmp_path, classes):
     assert source.captioned and source.classes == tuple(sorted(classes))
     items = [source[index] for index in range(6)]
     numbers = [int(source.name_sample(index).split("v")[-1][0]) for index in range(6)]
-    assert unpack_captions(stack_texts([item["caption"] for item in items])) == [f"clip {n}, a b" for n in numbers]
+    assert unpack_captions(pad_and_stack_texts([item["caption"] for item in items])) == [
+        f"clip {n}, a b" for n in numbers
+    ]
     assert [item.get("label") for item in items] == [1 - n % 2 if classes else None for n in numbers]
 
 
@@ -73,7 +75,7 @@ def test_the_class_is_the_caption_where_there_is_none(tmp_path):
     source = open_videos(folder(tmp_path, ("cat", "big_dog")), CUT)
     items = [source[index] for index in range(6)]
     assert [item["label"] for item in items] == [0, 0, 0, 1, 1, 1]
-    assert unpack_captions(stack_texts([item["caption"] for item in items])) == ["big dog"] * 3 + ["cat"] * 3
+    assert unpack_captions(pad_and_stack_texts([item["caption"] for item in items])) == ["big dog"] * 3 + ["cat"] * 3
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".tsv", ".csv", ".jsonl"])
@@ -87,7 +89,7 @@ def test_a_captions_file(tmp_path, suffix):
     rows = lines.get(suffix, [f"{name}\t{text}" for name, text in texts.items()])
     (tmp_path / f"captions{suffix}").write_text("\n".join(rows) + "\n\n", encoding="utf-8")
     source = open_videos(folder(tmp_path), CUT, captions=tmp_path / f"captions{suffix}")
-    assert unpack_captions(stack_texts([source[n]["caption"] for n in range(6)])) == [
+    assert unpack_captions(pad_and_stack_texts([source[n]["caption"] for n in range(6)])) == [
         texts[f"v{n}.webp"] for n in range(6)
     ]
     plain = open_videos(tmp_path, CUT)
@@ -163,7 +165,7 @@ def test_windows_are_drawn_by_the_key(tmp_path):
     for step, batch in enumerate(twelve(source, range(8))):
         key = rng.keys(3, step, torch.arange(12))
         chance, flip = rng.uniform(key, "clip"), rng.uniform(key, "flip") < 0.5
-        index = Order(6, 3).index_at(step * 12 + torch.arange(12))
+        index = Order(6, 3).find_sample_index(step * 12 + torch.arange(12))
         for row in range(12):
             number, count = int(index[row]), LONG[index[row]]
             start = int(chance[row].double() * max(1, count - 4))
@@ -204,7 +206,7 @@ def test_a_broken_clip_is_replaced_and_listed(tmp_path):
     lines = (tmp_path / "run/bad_files.txt").read_text().splitlines()
     assert sorted(line.split("\t")[0] for line in lines) == ["v1.webp", "v2.webp"]
     for step, batch in enumerate(batches):
-        index = Order(6, 3).index_at(step * 12 + torch.arange(12)).tolist()
+        index = Order(6, 3).find_sample_index(step * 12 + torch.arange(12)).tolist()
         for row, number in enumerate(index):
             chance = rng.uniform(rng.keys(3, step, torch.tensor([row])), "clip").item()
             expected = source.read({1: 3, 2: 3}.get(number, number), chance)
@@ -240,7 +242,7 @@ def test_images_are_mixed_in(tmp_path):
     assert all(torch.equal(video, video[:1].expand_as(video)) for video in pictures)
     met = np.zeros(7, int)
     batches = twelve(source, range(50), flip=False)  # 60 epochs
-    index = Order(10, 3).index_at(torch.arange(600))
+    index = Order(10, 3).find_sample_index(torch.arange(600))
     for row, number in enumerate(index.tolist()):
         batch, at = batches[row // 12], row % 12
         if number >= 6:
@@ -358,13 +360,13 @@ def learners(kind):
 def test_clips_are_for_systems_of_clips():
     """Oracle: the contract: dit learns from images and latents, phenaki from clips and their tokens."""
     clips, images = Data(path="builtin:moving-fashion", num_frames=5, flip=False), Data()
-    require_contents(clips, "x", ["clips"], learners)
-    require_contents(images, "x", ["images"], learners)
-    require_contents(images, "x", ["clips", "images"], learners)
+    require_learnable_contents(clips, "x", ["clips"], learners)
+    require_learnable_contents(images, "x", ["images"], learners)
+    require_learnable_contents(images, "x", ["clips", "images"], learners)
     with pytest.raises(ValueError, match="data.num_frames=5: dit learns from images, .*, or choose system=phenaki$"):
-        require_contents(Data(num_frames=5), "dit", ["images"], learners)
+        require_learnable_contents(Data(num_frames=5), "dit", ["images"], learners)
     with pytest.raises(ValueError, match="learns from clips: write data.num_frames=17"):
-        require_contents(images, "phenaki", ["clips"], learners)
+        require_learnable_contents(images, "phenaki", ["clips"], learners)
 
 
 def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
@@ -372,7 +374,7 @@ def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
     write_pictures(tmp_path / "a.gif", moving(3, 16, 16))
     for path in ("builtin:moving-fashion", str(tmp_path)):
         with pytest.raises(ValueError, match="holds videos, and dit learns from images: .*system=phenaki$"):
-            require_contents(Data(path=path, flip=False), "dit", ["images"], learners)
+            require_learnable_contents(Data(path=path, flip=False), "dit", ["images"], learners)
     cached = {"flips": 1, "scaling_factor": None, "first_stage": "x"}
     for kind, shape, own, message in (
         ("tokens", (2, 4, 4), "clips", "tokens of videos, and x learns from videos: .*, or choose system=phenaki$"),
@@ -380,7 +382,7 @@ def test_what_the_system_does_not_learn_from_is_told_first(tmp_path):
         ("latents", (4, 4, 4), "images", "latents, and x learns from images: .*, or choose system=dit$"),
     ):
         with pytest.raises(ValueError, match=f"holds cached {message}"):
-            require_contents(Data(codes=dict(cached, kind=kind, shape=shape)), "x", [own], learners)
+            require_learnable_contents(Data(codes=dict(cached, kind=kind, shape=shape)), "x", [own], learners)
 
 
 def test_what_a_captions_file_may_hold(tmp_path):

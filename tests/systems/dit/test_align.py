@@ -258,7 +258,7 @@ def test_a_warning_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Oracle: by hand: 16 tokens are said, 1,024 are not."""
     said: list[str] = []
     monkeypatch.setattr(get_phases(), "print_lines", lambda *lines: said.extend(lines))
-    source = SimpleNamespace(read_first=dict)
+    source = SimpleNamespace(read_first_readable=dict)
     build({"routing": {"start": 1}}).accepts(source)
     assert len(said) == 1 and said[0].startswith("warning: model.routing: an image has 16 tokens")
     build({"routing": {"start": 1}, "image_size": 64}).accepts(source)
@@ -314,7 +314,7 @@ def test_encoders_that_do_not_fit(tmp_path: Path) -> None:
     ):
         assert len(problems) == 1 and named in problems[0]
     with pytest.raises(ConfigError, match="model.align.path: no encoder is named"):
-        build({"align": first | {"path": None, "depth": 1}}).accepts(SimpleNamespace(read_first=dict))
+        build({"align": first | {"path": None, "depth": 1}}).accepts(SimpleNamespace(read_first_readable=dict))
 
 
 def test_a_finished_run_draws_without_its_encoder(tmp_path: Path) -> None:

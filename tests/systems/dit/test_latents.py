@@ -9,7 +9,7 @@ from dstrain import recipe, rng, systems
 from dstrain.commands.encode import EncodeOptions, encode_data
 from dstrain.data.batches import Batches
 from dstrain.data.cached.shards import read_index
-from dstrain.data.open import fill_in_codes, open_sources
+from dstrain.data.open import fill_in_codes_entry, open_sources
 from dstrain.recipe import ConfigError
 from tests.support import first_stage
 
@@ -41,7 +41,7 @@ def build(path: Path | str, model: dict, **data: object):
         data={"path": str(path), "image_size": 16, "channels": 1, "workers": 0, "flip": False} | data,
         batch={"global": 8},
     )
-    run = run.model_copy(update={"data": fill_in_codes(run.data)})
+    run = run.model_copy(update={"data": fill_in_codes_entry(run.data)})
     run = recipe.complete_model_section(run, systems.find_config_class("dit"))
     return run, systems.build("dit", run.model)
 

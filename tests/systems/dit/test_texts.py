@@ -12,8 +12,8 @@ from dstrain.commands.options.encode import EncodeOptions
 from dstrain.data.builtin.fashion import FASHION, Fashion, list_captions
 from dstrain.data.cached.latents import Latents
 from dstrain.data.cached.rows import pack_caption
-from dstrain.data.open import fill_in_codes
-from dstrain.data.source import stack_texts
+from dstrain.data.open import fill_in_codes_entry
+from dstrain.data.source import pad_and_stack_texts
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import ConfigError, Data, Run, Samples
 from dstrain.sampling.requests import make_sampling_request
@@ -46,7 +46,7 @@ def fill(network: DiT) -> DiT:
 
 
 def captions(*texts: str) -> torch.Tensor:
-    return stack_texts([pack_caption(text) for text in texts])
+    return pad_and_stack_texts([pack_caption(text) for text in texts])
 
 
 def draw(system: DiTSystem, nets: dict[str, DiT], scale: float, conditions: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -251,12 +251,12 @@ def test_cached_texts(tmp_path: Path) -> None:
         out=tmp_path / "out",
     )
     encode_data(options)
-    data = fill_in_codes(Data(path=str(tmp_path / "out"), image_size=32, channels=1, flip=False))
+    data = fill_in_codes_entry(Data(path=str(tmp_path / "out"), image_size=32, channels=1, flip=False))
     shape = {name: TEXT[name] for name in ("patch_size", "hidden_size", "depth", "num_heads", "condition")}
     run = Run(name="x", steps=1, system="dit", model=shape | {"patch_size": 1}, data=data)
     config = Config(**Config.completed(run.model, run))
     assert (config.text_encodings_dim, config.max_text_len) == (12, 10)
-    assert config.text_encoder_fingerprint == encoder.fingerprint() == config.codes.text_encoder
+    assert config.text_encoder_fingerprint == encoder.compute_fingerprint() == config.codes.text_encoder
     system, source = DiTSystem(config), Latents(tmp_path / "out")
     system.accepts(source)
     assert system.frozen() == ()

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from dstrain import recipe, rng, systems
 from dstrain.data.cached.rows import pack_caption
-from dstrain.data.source import stack_texts
+from dstrain.data.source import pad_and_stack_texts
 from dstrain.encoders.reader import hash_words
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import Codes, ConfigError, Run
@@ -229,7 +229,7 @@ def test_words():
     assert found.tolist() == [[*wanted, 0], [0] * 5, wanted[:1] * 5]
     system = build()
     texts = ["a bag moving up", "a bag moving up", "a coat"]
-    batch = system.synthetic(3) | {"caption": stack_texts([pack_caption(text) for text in texts])}
+    batch = system.synthetic(3) | {"caption": pad_and_stack_texts([pack_caption(text) for text in texts])}
     assert torch.equal(system.encode(batch)["words"], system.conditions_from_texts(texts)["words"])
     assert torch.equal(system.conditions(2)["words"], torch.zeros(2, 5, dtype=torch.int64))
 
@@ -244,7 +244,7 @@ def test_an_encoder_by_path(tmp_path):
     assert found.keys() == {"text_encodings", "text_mask"} and found["text_mask"].sum(1).tolist()[0] < 6
     for name, value in found.items():
         torch.testing.assert_close(value, wanted[name])
-    batch = system.synthetic(3) | {"caption": stack_texts([pack_caption(text) for text in texts])}
+    batch = system.synthetic(3) | {"caption": pad_and_stack_texts([pack_caption(text) for text in texts])}
     cached = {name: batch.pop(name) for name in ("text_encodings", "text_mask")}
     torch.testing.assert_close(system.encode(batch)["text_encodings"], wanted["text_encodings"])
     assert system.frozen() == (system.texts.encoder,) and not system.texts.encoder.training
@@ -259,7 +259,7 @@ def test_another_encoder_is_refused(tmp_path):
     """Oracle: the encoder's fingerprint; another seed's weights of the same width are none of the data's encodings."""
     for seed in (0, 1):
         towers.sentences(tmp_path / str(seed), seed)
-    own = TextEncoder(str(tmp_path / "0"), 5).fingerprint()
+    own = TextEncoder(str(tmp_path / "0"), 5).compute_fingerprint()
     model = {"text_encodings_dim": 12, "text_encoder_fingerprint": own}
     found = build(text_encoder=str(tmp_path / "0"), **model).conditions_from_texts(["a cat"])
     assert found["text_encodings"].shape == (1, 5, 12)
@@ -482,7 +482,7 @@ def test_folders_without_a_tokenizer(tmp_path):
 
 
 def source(**item):
-    return SimpleNamespace(read_first=lambda: item, uncaptioned=None)
+    return SimpleNamespace(read_first_readable=lambda: item, uncaptioned=None)
 
 
 def test_data_that_do_not_fit(tokenizer):

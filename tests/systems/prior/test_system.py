@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dstrain import rng, systems
 from dstrain.data.cached.rows import pack_caption
-from dstrain.data.source import stack_texts
+from dstrain.data.source import pad_and_stack_texts
 from dstrain.diffusion import samplers
 from dstrain.encoders.text import TextEncoder
 from dstrain.systems.base import Request
@@ -383,8 +383,8 @@ def test_captions_are_encoded_where_texts_are_missing():
     batch = {
         "key": torch.arange(2),
         "image_embed": torch.randn(2, 6),
-        "caption": stack_texts([pack_caption("abc"), pack_caption("de")]),
-        "other_caption": stack_texts([pack_caption("de"), pack_caption("abc")]),
+        "caption": pad_and_stack_texts([pack_caption("abc"), pack_caption("de")]),
+        "other_caption": pad_and_stack_texts([pack_caption("de"), pack_caption("abc")]),
     }
     example = system.encode(batch)
     expected = F.normalize(torch.tensor([[3.0, 1, 0, 0, 0, 0], [2.0, 1, 0, 0, 0, 0]]), dim=1)
@@ -411,7 +411,7 @@ def test_what_is_written_down_of_encoders(tmp_path):
     """Oracle: TextEncoder's own fingerprint, of captions that are not cached; another seed's weights have another."""
     image = {"image_embed": torch.randn(12)}
     cached, live = (
-        SimpleNamespace(read_first=lambda item=item: image | item, compute_fingerprint=lambda: "pairs")
+        SimpleNamespace(read_first_readable=lambda item=item: image | item, compute_fingerprint=lambda: "pairs")
         for item in ({"text_embed": torch.randn(12)}, {"caption": pack_caption("a cat")})
     )
     found = {}
@@ -420,13 +420,14 @@ def test_what_is_written_down_of_encoders(tmp_path):
         system = build(image_embed_dim=12, max_text_len=0, text_encoder=str(tmp_path / str(seed)))
         assert system.fingerprint(cached) == "pairs"
         found[seed] = system.fingerprint(live)
-        assert found[seed] == f"pairs text_encoder={TextEncoder(str(tmp_path / str(seed))).fingerprint()}"
+        assert found[seed] == f"pairs text_encoder={TextEncoder(str(tmp_path / str(seed))).compute_fingerprint()}"
     assert found[0] != found[1]
     reads_tokens = build(image_embed_dim=12, text_encodings_dim=12, text_encoder=str(tmp_path / "0"))
     assert (
         reads_tokens.fingerprint(
             SimpleNamespace(
-                read_first=lambda: cached.read_first() | live.read_first(), compute_fingerprint=lambda: "pairs"
+                read_first_readable=lambda: cached.read_first_readable() | live.read_first_readable(),
+                compute_fingerprint=lambda: "pairs",
             )
         )
         == found[0]

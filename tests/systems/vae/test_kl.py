@@ -90,7 +90,7 @@ def test_an_exported_one_is_the_same_first_stage(tmp_path):
     torch.testing.assert_close(found["latent_std"], std)
     drawn = rng.normal(example["key"], "latent", system.latent_shape) * std + mean
     torch.testing.assert_close(frozen.encode(example["x_start"], example["key"]), drawn)
-    assert frozen.fingerprint() == hash_network(*system.identity(nets))
+    assert frozen.compute_fingerprint() == hash_network(*system.identity(nets))
 
 
 @pytest.mark.parametrize("reconstruction", ["l1", "mse"])
