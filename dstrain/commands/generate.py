@@ -28,7 +28,14 @@ from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output
 from dstrain.runs.trained import load_guide, require_outside_run_folders
 from dstrain.sampling.draw import count_grid_columns_by_class, draw_all_samples, draw_samples_in_rounds
-from dstrain.sampling.files import FORMATS, About, Embeddings, Pictures, choose_samples_folder, require_unused_folder
+from dstrain.sampling.files import (
+    FORMATS,
+    About,
+    Embeddings,
+    Pictures,
+    choose_samples_folder,
+    require_folder_without_samples,
+)
 from dstrain.sampling.requests import OPTIONS, choose_conditions, make_sampling_request
 from dstrain.sampling.scenes import (
     Length,
@@ -119,7 +126,7 @@ def _write_samples(
             first = next(rounds)  # before the folder is made: this may be refused
         claims.enter_context(claim_output(out, f"--out {out}", "generate"))
         # Once more, since another command may have ended there meanwhile.
-        hosts.run_on_rank_0_or_exit(lambda: require_unused_folder(out))
+        hosts.run_on_rank_0_or_exit(lambda: require_folder_without_samples(out))
         about = About(
             options.num,
             options.seed,

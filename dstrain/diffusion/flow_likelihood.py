@@ -52,8 +52,8 @@ def measure_likelihood(
     divergences = []
     for step in progress(range(len(grid) - 1)):
         length = grid[step + 1] - grid[step]
-        first, divergence = _estimate_divergence(flow, network, x, grid[step], probe)
-        second, later = _estimate_divergence(flow, network, x + length * first, grid[step + 1], probe)
+        first, divergence = _estimate_velocity_and_divergence(flow, network, x, grid[step], probe)
+        second, later = _estimate_velocity_and_divergence(flow, network, x + length * first, grid[step + 1], probe)
         x = x + length * (first + second) / 2
         divergences.append((divergence + later) / 2)
 
@@ -76,7 +76,7 @@ def measure_likelihood(
     }
 
 
-def _estimate_divergence(
+def _estimate_velocity_and_divergence(
     flow: FlowMatching, network: Network, x: Tensor, t: Tensor, probe: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Returns the velocity (B, ...) at x and time t, and an estimate (B,) of its divergence: probe . (dv / dx) probe,

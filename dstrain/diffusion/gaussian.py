@@ -247,7 +247,7 @@ class GaussianDiffusion:
         squares = error.square()
         mse = average_each_sample(squares)
         if self.loss in ("kl", "rescaled_kl"):
-            vb = self._compute_bound_term(error, squares, mse, values, x_start, t)
+            vb = self._compute_variational_bound_term(error, squares, mse, values, x_start, t)
             loss = vb * self.num_timesteps if self.loss == "rescaled_kl" else vb
             return {"loss": loss, "mse": mse.detach(), "vb": vb.detach()}
         weighted = mse
@@ -256,12 +256,12 @@ class GaussianDiffusion:
         if not self.learns_variance:
             return {"loss": weighted, "mse": mse.detach()}
         # The bound trains the variance only: the mean gets no gradient from it.
-        vb = self._compute_bound_term(error.detach(), squares.detach(), mse.detach(), values, x_start, t)
+        vb = self._compute_variational_bound_term(error.detach(), squares.detach(), mse.detach(), values, x_start, t)
         if self.loss == "rescaled_mse":
             vb = vb * (self.num_timesteps / 1000.0)
         return {"loss": weighted + vb, "mse": mse.detach(), "vb": vb.detach()}
 
-    def _compute_bound_term(
+    def _compute_variational_bound_term(
         self,
         error: Tensor,
         squared_error: Tensor,

@@ -108,18 +108,18 @@ class Interpolant:
         alpha, sigma, _, _ = self.compute_coefficients(t, x_start)
         return alpha * x_start + sigma * noise
 
-    def convert_prediction(self, out: Tensor, x_t: Tensor, t: Tensor, wanted: str) -> Tensor:
-        """Converts the network's output `out` at x_t and times t (B,) to the quantity `wanted`: velocity, x, eps or
+    def convert_prediction(self, out: Tensor, x_t: Tensor, t: Tensor, target_quantity: str) -> Tensor:
+        """Converts the network's output `out` at x_t and times t (B,) to `target_quantity`: velocity, x, eps or
         score.
         """
-        if wanted == self.prediction:
+        if target_quantity == self.prediction:
             return out
         coefficients = self.compute_coefficients(self._clamp_times(t), out)
         if self.prediction == "score":  # it is infinite at the data, and the noise that it stands for is not
             out = -coefficients[1] * out
-        if wanted == self._space:
+        if target_quantity == self._space:
             return out
-        of_x_t, of_out = self._compute_conversion_weights(coefficients, wanted)
+        of_x_t, of_out = self._compute_conversion_weights(coefficients, target_quantity)
         return of_x_t * x_t + of_out * out
 
     def compute_losses(self, out: Tensor, x_start: Tensor, noise: Tensor, t: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ class Interpolant:
         high = 1 - self.t_min if self.prediction in ("eps", "score") or likelihood else 1.0
         return t.clamp(low, high) if self.t_min else t
 
-    def _compute_conversion_weights(self, coefficients: Coefficients, wanted: str) -> tuple[Tensor, Tensor]:
-        """Returns factors a and b such that a * x_t + b * prediction is the quantity `wanted`: velocity, x, eps or
+    def _compute_conversion_weights(self, coefficients: Coefficients, target_quantity: str) -> tuple[Tensor, Tensor]:
+        """Returns factors a and b such that a * x_t + b * prediction is the `target_quantity`: velocity, x, eps or
         score.
         """
         alpha, sigma, alpha_slope, sigma_slope = coefficients
@@ -172,6 +172,6 @@ class Interpolant:
             "score": (zero, -1 / sigma),
         }
         x_given, eps_given = of_x_and_eps[self._space]
-        x_wanted, eps_wanted = of_x_and_eps[wanted]
+        x_wanted, eps_wanted = of_x_and_eps[target_quantity]
         scale = alpha * eps_given - sigma * x_given
         return (x_wanted * eps_given - eps_wanted * x_given) / scale, (alpha * eps_wanted - sigma * x_wanted) / scale

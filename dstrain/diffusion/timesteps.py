@@ -106,14 +106,14 @@ class LossSecondMomentSampler(TimestepSampler):
         """
         self._move_to_device(uniforms.device)
         if _is_on_host(uniforms):
-            t = self._search_timesteps(uniforms.numpy())
+            t = self._convert_uniforms_to_timesteps(uniforms.numpy())
             weights = 1 / (self.num_timesteps * self._p.take(t))
             return torch.from_numpy(t), torch.from_numpy(weights.astype(np.float32))
         cumulative, p = torch.as_tensor(self._cumulative), torch.as_tensor(self._p)
         t = torch.searchsorted(cumulative, uniforms.double(), right=True)
         return t, (self.num_timesteps * p.index_select(0, t)).reciprocal().float()
 
-    def _search_timesteps(self, uniforms: np.ndarray) -> np.ndarray:
+    def _convert_uniforms_to_timesteps(self, uniforms: np.ndarray) -> np.ndarray:
         """Returns the timestep, int64 (B,), of each uniform number: the first whose cumulative probability is above the
         number. Equals numpy's searchsorted, and is faster by a guide table (Chen & Asau 1974).
         """

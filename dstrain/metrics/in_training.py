@@ -28,7 +28,7 @@ from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.recipe.patterns import match_patterns_to_caption
-from dstrain.sampling.draw import draw_share_of_rank
+from dstrain.sampling.draw import draw_samples_of_rank
 from dstrain.sampling.requests import adapt_samples_section_for_metrics, list_built_in_captions, make_sampling_request
 from dstrain.systems.base import Nets, Request, System
 
@@ -182,7 +182,7 @@ def draw_batches(
     captions   one for each sample, None: there are none
     """
     labels, count = request.conditions.get("label"), len(request.seeds)
-    for numbers, images in draw_share_of_rank(system, nets, request, size):
+    for numbers, images in draw_samples_of_rank(system, nets, request, size):
         numbers = numbers[numbers < count]
         if len(numbers):
             yield Batch(

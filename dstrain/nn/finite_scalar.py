@@ -42,7 +42,7 @@ class FiniteScalar(nn.Module):
         rounded = z + (z.round() - z).detach()
         nothing = z.new_zeros(len(x))
         return Quantized(
-            self.project_out(scale_rounded_numbers(rounded, self.levels).to(x.dtype)),
+            self.project_out(scale_rounded_numbers_to_unit(rounded, self.levels).to(x.dtype)),
             convert_numbers_to_tokens(z, self.levels),
             nothing,
             nothing,
@@ -58,7 +58,7 @@ class FiniteScalar(nn.Module):
 
     def decode(self, tokens: Tensor) -> Tensor:
         """Returns the quantized vectors of tokens: int64 (B, ...) -> (B, ..., dim)."""
-        code = scale_rounded_numbers(convert_tokens_to_numbers(tokens, self.levels), self.levels)
+        code = scale_rounded_numbers_to_unit(convert_tokens_to_numbers(tokens, self.levels), self.levels)
         return self.project_out(code.to(self.project_out.weight.dtype))
 
 
@@ -93,7 +93,7 @@ def convert_tokens_to_numbers(tokens: Tensor, levels: tuple[int, ...]) -> Tensor
     return ((tokens[..., None] // _compute_level_strides(levels, tokens.device)) % sizes - sizes // 2).float()
 
 
-def scale_rounded_numbers(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
+def scale_rounded_numbers_to_unit(rounded: Tensor, levels: tuple[int, ...]) -> Tensor:
     """Divides the rounded number i by levels[i] // 2, so that all lie in about [-1, 1]: (..., d) -> (..., d)."""
     return rounded / _compute_level_middles(levels, rounded.device)
 

@@ -23,16 +23,18 @@ def collect_weight_shapes(network: nn.Module) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
 
 
-def require_matching_shapes(state: dict[str, Tensor], shapes: Shapes, order: Iterable[str], remedies: Remedies) -> None:
-    """Raises ConfigError at the first name in `order` that is in only one of `state` and `shapes`, or whose shapes
-    differ. Names that are not in `order` are not checked.
+def require_matching_shapes(
+    state: dict[str, Tensor], shapes: Shapes, names_to_check: Iterable[str], remedies: Remedies
+) -> None:
+    """Raises ConfigError at the first name in `names_to_check` that is in only one of `state` and `shapes`, or whose
+    shapes differ. Names that are not in `names_to_check` are not checked.
 
     state     the weights of a file, by name.
     shapes    the shapes that the network needs, by name.
     remedies  pairs (pattern, fields): if the pattern is found in the name, the message tells the user to set these
               fields.
     """
-    for name in order:
+    for name in names_to_check:
         in_file = tuple(state[name].shape) if name in state else "absent"
         in_network = shapes.get(name, "absent")
         if in_file != in_network:

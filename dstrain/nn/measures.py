@@ -76,7 +76,7 @@ def measure_token_shares(tokens: Tensor, num_tokens: int, counted: Tensor | None
     return torch.zeros(len(flat), num_tokens, device=flat.device).scatter_add_(1, flat, shares)
 
 
-def measure_codebook_usage(shares: Tensor) -> tuple[float, float]:
+def compute_perplexity_and_unused_share(shares: Tensor) -> tuple[float, float]:
     """Returns two figures of a token histogram `shares` (K,): its perplexity, exp of the entropy, from 1 to K; and the
     fraction of tokens that are never used.
     """

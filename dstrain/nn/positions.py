@@ -36,11 +36,11 @@ def make_sincos_positions(
     return torch.from_numpy(np.concatenate(halves, axis=1).astype(np.float32))
 
 
-def make_sincos_frame_positions(dim: int, count: int) -> Tensor:
-    """Returns fixed positions of frames 0 to count - 1, float32 (count, dim): dim // 2 sines, then as many cosines
-    minus 1. The first frame's position is all zeros, so that it leaves a network for images unchanged.
+def make_sincos_frame_positions(dim: int, num_frames: int) -> Tensor:
+    """Returns fixed positions of frames 0 to num_frames - 1, float32 (num_frames, dim): dim // 2 sines, then as
+    many cosines minus 1. The first frame's position is all zeros, so that it leaves a network for images unchanged.
     """
-    angles = np.arange(count)[:, None] * PERIOD ** (-np.arange(dim // 2) / (dim // 2))
+    angles = np.arange(num_frames)[:, None] * PERIOD ** (-np.arange(dim // 2) / (dim // 2))
     return torch.from_numpy(np.concatenate((np.sin(angles), np.cos(angles) - 1), axis=1).astype(np.float32))
 
 

@@ -1,8 +1,8 @@
 """Sharing of a sample's tokens by neighbouring ranks (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509).
 
-    x = take_rank_slice(x, 1)          # before the blocks: of N ranks each keeps an N-th of the tokens
-    x = attend(..., shared=1)          # within: all tokens of an N-th of the heads, by an exchange before and after
-    x = gather_rank_slices(x, 1)       # behind the last block: all tokens on every rank, which all compute the loss
+    x = take_rank_slice(x, 1)            # before the blocks: of N ranks each keeps an N-th of the tokens
+    x = attend(..., shared_stretches=1)  # within: all tokens of an N-th of the heads, by an exchange before and after
+    x = gather_rank_slices(x, 1)         # behind the last block: all tokens on every rank, which all compute the loss
 
 ZeRO's mean of gradients over all ranks is then right, if the backward pass of `gather_rank_slices` sends nothing and
 multiplies the gradient of a rank's own tokens by N. For every weight between `take_rank_slice` and `gather_rank_slices`

@@ -151,7 +151,7 @@ class Attention(nn.Module):
         """
         shared = 1 if context is None else 0
         return self.proj(
-            join_heads(attend(*self.project_queries_keys_values(x, context, rotation), mask, shared=shared))
+            join_heads(attend(*self.project_queries_keys_values(x, context, rotation), mask, shared_stretches=shared))
         )
 
 

@@ -11,7 +11,7 @@ from dstrain.engine.planning.fake_ranks import FakeEngines, enter_fake_world
 from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
 from dstrain.engine.settings import read_offload_device, read_stage
 from dstrain.planning.counts import Collective, Counts, Layout
-from dstrain.planning.states import count_bytes_of_states, count_weights_and_checkpoint_bytes
+from dstrain.planning.states import count_state_bytes_by_kind, count_weights_and_checkpoint_bytes
 from dstrain.planning.step import Measured, choose_step_to_measure, measure_bytes_of_states, measure_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
@@ -47,7 +47,7 @@ def count_costs_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, de
         host["activations"] = measured.on_host
     elsewhen = {
         kind: size
-        for kind, size in count_bytes_of_states(run, system, settings, layout.world).items()
+        for kind, size in count_state_bytes_by_kind(run, system, settings, layout.world).items()
         if kind not in {**on_device, **host}
     }
     return Counts(
@@ -74,7 +74,7 @@ def measure_step_as_rank_0(
     if accumulation > _MICRO_BATCHES:
         fewer = {**settings, "gradient_accumulation_steps": _MICRO_BATCHES}
         measured, own = measure_step_as_rank_0(run, fewer, system, world, device)
-        return _extrapolate_micro_batches(measured, accumulation - _MICRO_BATCHES), own
+        return _extrapolate_to_more_micro_batches(measured, accumulation - _MICRO_BATCHES), own
     # At least two whole groups of ranks that share a second copy of the weights, and of those that share samples.
     copies = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     sharing = math.lcm(copies, run.parallel.sequence)
@@ -90,9 +90,9 @@ def measure_step_as_rank_0(
     return measured, own
 
 
-def _extrapolate_micro_batches(measured: Measured, more: int) -> Measured:
-    """Returns the measures of a step with `more` micro-batches added. Each of these costs as much as the last but one
-    of the measured micro-batches. The peaks of memory stay.
+def _extrapolate_to_more_micro_batches(measured: Measured, num_more: int) -> Measured:
+    """Returns the measures of a step with `num_more` micro-batches added. Each of these costs as much as the last but
+    one of the measured micro-batches. The peaks of memory stay.
     """
     before, after = measured.begun[-2:]
     known = {(each.operation, each.ranks): each for each in before.collectives}
@@ -104,15 +104,15 @@ def _extrapolate_micro_batches(measured: Measured, more: int) -> Measured:
         collectives.append(
             replace(
                 each,
-                count=each.count + more * (second.count - first.count),
-                bytes=each.bytes + more * (second.bytes - first.bytes),
+                count=each.count + num_more * (second.count - first.count),
+                bytes=each.bytes + num_more * (second.bytes - first.bytes),
             )
         )
     return replace(
         measured,
         collectives=tuple(collectives),
-        recomputed=measured.recomputed + more * (after.recomputed - before.recomputed),
-        moved=measured.moved + more * (after.moved - before.moved),
+        recomputed=measured.recomputed + num_more * (after.recomputed - before.recomputed),
+        moved=measured.moved + num_more * (after.moved - before.moved),
     )
 
 

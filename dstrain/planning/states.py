@@ -37,7 +37,7 @@ def count_weights_and_checkpoint_bytes(run: Run, system: System) -> tuple[dict[s
     return numbers, size
 
 
-def count_bytes_of_states(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
+def count_state_bytes_by_kind(run: Run, system: System, settings: dict[str, Any], world: int) -> dict[str, int]:
     """Returns {kind: bytes} that each of `world` ranks keeps, for kinds such as "weights", "masters" and "gradients"
     (engine/planning/memory_kinds.py). Does not count padding and buffers.
 
@@ -69,7 +69,7 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
     """Returns a line on what a rank keeps between steps: the GB of weights, masters, moments and the like, and which of
     these lie in the host's memory.
     """
-    sizes = count_bytes_of_states(run, system, settings, world)
+    sizes = count_state_bytes_by_kind(run, system, settings, world)
     offloaded = {
         kind for entry, kinds in OFFLOADED.items() if read_offload_device(settings, entry) != "none" for kind in kinds
     }

@@ -93,9 +93,9 @@ def measure_step(
         moments = [begin, *updates, watch.num_events]
         spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
         result = Measured(
-            dict(watch.sum_living_bytes(begin)),
-            dict(watch.find_peak_bytes(spans[::2])),
-            dict(watch.find_peak_bytes(spans[1::2])),
+            dict(watch.sum_living_bytes_by_kind(begin)),
+            dict(watch.find_peak_bytes_by_kind(spans[::2])),
+            dict(watch.find_peak_bytes_by_kind(spans[1::2])),
             watch.pop_collectives(),
             watch.recomputed,
             watch.moved,
@@ -120,7 +120,7 @@ def measure_bytes_of_states(
         for name, tensor in list_kept_tensors(engines.masters, ema):
             watch.set_storage_kind([tensor], name, MADE_IN_A_STEP)
         watch.set_storage_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-        sizes = watch.sum_living_bytes()
+        sizes = watch.sum_living_bytes_by_kind()
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
 

@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
         finally:
             self.kind = before
 
-    def sum_living_bytes(self, until: int | None = None) -> Counter[str]:
+    def sum_living_bytes_by_kind(self, until: int | None = None) -> Counter[str]:
         """Returns {kind: bytes} of the storages that exist now, or that existed after the first `until` events."""
         totals: Counter[str] = Counter()
         for number, size in self._events[:until]:
@@ -132,14 +132,14 @@ class Watch(TorchDispatchMode):
         """Returns the number of events so far. An event is that a storage is made or freed."""
         return len(self._events)
 
-    def find_peak_bytes(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
+    def find_peak_bytes_by_kind(self, spans: Iterable[tuple[int, int]]) -> Counter[str]:
         """Returns {kind: bytes} of the storages in the GPU's memory at the moment when they take most bytes in all.
         Looks only at the events within `spans`, pairs (number of the first event, number of the last event).
         """
         sizes = (0 if self.kinds[number] == ON_HOST else size for number, size in self._events)
         totals = list(accumulate(sizes, initial=0))
         moments = (range(begin, end + 1) for begin, end in spans)
-        found = self.sum_living_bytes(max(chain.from_iterable(moments), key=totals.__getitem__))
+        found = self.sum_living_bytes_by_kind(max(chain.from_iterable(moments), key=totals.__getitem__))
         found.pop(ON_HOST, None)
         return found
 

@@ -33,13 +33,13 @@ def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Ch
     optimizer.decay_steps.
     """
 
-    def is_allowed(key: str, before: Any) -> bool:
+    def is_change_allowed(key: str, before: Any) -> bool:
         """Returns whether a resumed run may have another value of `key`; `before` is the old value."""
         rule = find_resume_rule(key, Run, system)
         return rule.may_change or (rule.may_be_filled_in and before is None)
 
     before, after = (run.model_copy(update={"model": _fill_in_defaults(run.model, system)}) for run in (old, new))
-    changes = [change for change in list_differences(before, after) if not is_allowed(*change[:2])]
+    changes = [change for change in list_differences(before, after) if not is_change_allowed(*change[:2])]
     if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):
         # Without decay_steps the schedule ends at `steps`: more steps would have changed all learning rates so far.
         horizon, other = (run.optimizer.decay_steps or run.steps for run in (old, new))

@@ -126,26 +126,26 @@ def _make_dotted_key(location: Iterable[Any], prefix: str) -> str:
     return key.removeprefix(".")
 
 
-def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> list[str]:
+def _describe_problem(error: Any, key: str, prefix: str, known: list[str]) -> list[str]:
     """Returns the lines that describe one of pydantic's errors, about the dotted `key`. `known` are all keys of the
     schema, for suggestions.
     """
-    value = format_value(item["input"])
-    match item["type"]:
+    value = format_value(error["input"])
+    match error["type"]:
         case "extra_forbidden":
             siblings = [name for name in known if name.rpartition(".")[0] == key.rpartition(".")[0]]
             meant = suggest_key(key, known) or f"; known here: {', '.join(siblings)}"
             return [f"{key}: there is no such key{meant}"]
         case "value_error" if prefix == "":
-            return [_NAMES_ITS_KEY + line for line in str(item["ctx"]["error"]).splitlines()]
+            return [_NAMES_ITS_KEY + line for line in str(error["ctx"]["error"]).splitlines()]
         case "value_error":
-            return [f"{key}: {item['ctx']['error']}"]
+            return [f"{key}: {error['ctx']['error']}"]
         case "string_pattern_mismatch" if key == "name":
             return [f"{key}={value}: letters, digits and . _ - only, since a folder is named by it"]
         case "no_bool":
-            return [f"{key} {item['msg']}: give a number or a name"]
-        case "literal_error" if len(choices := re.findall(r"'([^']+)'", item["ctx"]["expected"])) > _MANY_CHOICES:
-            near = difflib.get_close_matches(str(item["input"]), choices, _NEAR_CHOICES, 0.0)
+            return [f"{key} {error['msg']}: give a number or a name"]
+        case "literal_error" if len(choices := re.findall(r"'([^']+)'", error["ctx"]["expected"])) > _MANY_CHOICES:
+            near = difflib.get_close_matches(str(error["input"]), choices, _NEAR_CHOICES, 0.0)
             return [f"{key}={value}: it should be one of {len(choices)} names, such as {', '.join(near)}"]
         case "missing":
             return [f"{key} is needed and not given"]
@@ -154,14 +154,14 @@ def _describe_problem(item: Any, key: str, prefix: str, known: list[str]) -> lis
             example = f"; set single entries, for example {entry}=..." if entry else ""
             return [f"{key}={value} is a value where a section is expected{example}"]
         case "tuple_type" | "list_type":
-            example = "" if item["input"] in (None, "") else f", such as {key}=[{value}]"
+            example = "" if error["input"] in (None, "") else f", such as {key}=[{value}]"
             return [f"{key}={value}: it should be a list{example}"]
-        case "too_long" if "max_length" in item["ctx"]:
-            return [f"{key}={value}: it should have {item['ctx']['max_length']} entries at most"]
+        case "too_long" if "max_length" in error["ctx"]:
+            return [f"{key}={value}: it should have {error['ctx']['max_length']} entries at most"]
         case "too_short":
-            return [f"{key}={value}: it should have {item['ctx']['min_length']} entries or more"]
+            return [f"{key}={value}: it should have {error['ctx']['min_length']} entries or more"]
         case _:
-            text = item["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+            text = error["msg"].removeprefix("Value error, ").replace("Input should", "it should")
             return [f"{key}={value}: {text}"]
 
 

@@ -47,14 +47,14 @@ def draw_samples_in_rounds(
     images   (n, ...), the samples.
     """
     total, world = len(request.seeds), group.world()
-    for round, (_, images) in enumerate(draw_share_of_rank(system, nets, request, chunk, device)):
+    for round, (_, images) in enumerate(draw_samples_of_rank(system, nets, request, chunk, device)):
         images = group.gather_rows(images).cpu()
         numbers = round * chunk * world + torch.arange(chunk * world)
         yield numbers[numbers < total], images[numbers < total]
 
 
 @torch.no_grad()
-def draw_share_of_rank(
+def draw_samples_of_rank(
     system: System, nets: Nets, request: Request, chunk: int, device: torch.device | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Draws this rank's share of a request's samples, `chunk` in each round. All ranks call this together. Yields for
@@ -132,7 +132,7 @@ def draw_all_samples_on_first_rank(system: System, nets: Nets, request: Request,
     """
     rounds = [
         group.gather_rows_on_first_rank(images, list_rank_sample_counts(len(request.seeds), number, chunk))
-        for number, (_, images) in enumerate(draw_share_of_rank(system, nets, request, chunk))
+        for number, (_, images) in enumerate(draw_samples_of_rank(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
 

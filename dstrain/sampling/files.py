@@ -171,11 +171,11 @@ def choose_samples_folder(out: Path | None, parent: Path) -> Path:
     existing = next(path for path in (out.absolute(), *out.absolute().parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"--out {out} cannot be made below {existing}: name a folder that can be written")
-    require_unused_folder(out)
+    require_folder_without_samples(out)
     return out
 
 
-def require_unused_folder(out: Path) -> None:
+def require_folder_without_samples(out: Path) -> None:
     """Raises ConfigError if the folder `out` holds samples already."""
     if _has_samples(out):
         raise ConfigError(f"--out {out} holds samples already: name another folder, or empty it")

@@ -13,7 +13,7 @@ from dstrain.sampling.draw import (
     draw_all_samples_on_first_rank,
     make_pictures_on_first_rank,
 )
-from dstrain.sampling.requests import make_sampling_request, require_condition_rows
+from dstrain.sampling.requests import make_sampling_request, require_condition_per_sample
 from dstrain.systems.base import Batch, Nets, Request, System
 
 
@@ -30,7 +30,7 @@ def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Re
         own = {name: data[name] for name in request.conditions}
         begin = data["image_embed" if system.takes_embeddings else "image"]
         request.conditions.update(system.conditions_from(begin) | own)
-        require_condition_rows(system, request.conditions, len(request.seeds))
+        require_condition_per_sample(system, request.conditions, len(request.seeds))
     return request, captions
 
 

@@ -69,7 +69,7 @@ def make_sampling_request(
         conditions = choose_conditions(system, num, None if chosen is None else tuple(chosen))
     if images is not None:
         conditions |= system.conditions_from(images[torch.arange(num) % len(images)])
-    require_condition_rows(system, conditions, num)
+    require_condition_per_sample(system, conditions, num)
     system.check_sampling(samples)
     return Request(
         seed + torch.arange(num),
@@ -91,11 +91,11 @@ def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) 
     if labels and system.num_labels is not None:  # A system that says no number may still know its labels.
         system.require_labels(labels)
     conditions = system.conditions(num, labels)
-    require_condition_rows(system, conditions, num)
+    require_condition_per_sample(system, conditions, num)
     return conditions
 
 
-def require_condition_rows(system: System, conditions: dict[str, Tensor], num: int) -> None:
+def require_condition_per_sample(system: System, conditions: dict[str, Tensor], num: int) -> None:
     """Raises ConfigError unless all values of `conditions`, which the system has returned, are tensors (num, ...)."""
     for name, values in conditions.items():
         if not torch.is_tensor(values) or values.shape[:1] != (num,):

@@ -12,7 +12,7 @@ from dstrain.nn.finite_scalar import (
     convert_numbers_to_tokens,
     convert_tokens_to_numbers,
     require_valid_levels,
-    scale_rounded_numbers,
+    scale_rounded_numbers_to_unit,
 )
 
 LEVELS = [(8, 6, 5), (3, 4), (4, 4, 4, 4), (1000,), (999,)]
@@ -26,7 +26,7 @@ def test_tokens_count_the_levels(levels):
     tokens = torch.arange(math.prod(levels))
     assert torch.equal(convert_numbers_to_tokens(every, levels), tokens)
     assert torch.equal(convert_tokens_to_numbers(tokens, levels), every)
-    code = scale_rounded_numbers(every, levels)
+    code = scale_rounded_numbers_to_unit(every, levels)
     assert float(code.min()) == -1 and float(code.max()) <= 1
 
 
@@ -58,7 +58,7 @@ def test_encode_decode_and_gradient():
     assert torch.equal(quantizer.encode(x), passed.tokens) and passed.tokens.shape == (2, 3, 4)
     torch.testing.assert_close(quantizer.decode(passed.tokens), passed.x, rtol=1e-5, atol=1e-6)
     smooth = quantizer.project_out(
-        scale_rounded_numbers(bound_numbers_to_levels(quantizer.project_in(x), (8, 6, 5)), (8, 6, 5))
+        scale_rounded_numbers_to_unit(bound_numbers_to_levels(quantizer.project_in(x), (8, 6, 5)), (8, 6, 5))
     )
     weights = torch.randn_like(smooth)
     ours, theirs = (torch.autograd.grad((out * weights).sum(), x)[0] for out in (passed.x, smooth))

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dstrain.nn.measures import (
+    compute_perplexity_and_unused_share,
     compute_psnr,
     compute_ssim,
-    measure_codebook_usage,
     measure_relative_error,
     measure_token_shares,
 )
@@ -98,5 +98,5 @@ def test_usage_does_not_depend_on_the_batch():
 )
 def test_codebook_usage(shares, perplexity, dead):
     """Oracle: exp of the entropy, by hand; counts do as well as shares."""
-    found = measure_codebook_usage(torch.tensor(shares, dtype=torch.float32))
+    found = compute_perplexity_and_unused_share(torch.tensor(shares, dtype=torch.float32))
     assert found[0] == pytest.approx(perplexity) and found[1] == dead

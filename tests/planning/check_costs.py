@@ -170,7 +170,7 @@ def counted(folder: Path, stages: dict[int, dict[str, Any]]) -> None:
             measured = asdict(rank.measure_step_as_rank_0(run, settings, system, world, "cpu")[0])
             figures[f"{world} {case} {stage}"] = measured | {
                 "checkpoint": states.count_weights_and_checkpoint_bytes(run, system)[1],
-                "states": states.count_bytes_of_states(run, system, settings, world),
+                "states": states.count_state_bytes_by_kind(run, system, settings, world),
             }
     (folder / "counted.json").write_text(json.dumps(figures))
 

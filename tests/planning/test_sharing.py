@@ -73,7 +73,7 @@ def exchange(out: Path) -> None:
 
     with enter_fake_world(8), Watch() as watch, share_tokens_among_ranks(group.get_neighbour_group(4)):
         query, key, value = (torch.randn(2, 8, 16, 16, requires_grad=True) for _ in range(3))
-        attend(query, key, value, shared=1).sum().backward()
+        attend(query, key, value, shared_stretches=1).sum().backward()
         calls = [(call.operation, call.count, call.bytes, call.ranks) for call in watch.pop_collectives()]
     out.write_text(json.dumps(calls))
 

@@ -116,7 +116,7 @@ class JointBlock(nn.Module):
             self.text.attn.project_queries_keys_values(modulate(self.text.norm1(words), of_words[0], of_words[1])),
             strict=True,
         )
-        read = join_heads(attend(*(torch.cat(pair, dim=2) for pair in heads), mask, shared=1))
+        read = join_heads(attend(*(torch.cat(pair, dim=2) for pair in heads), mask, shared_stretches=1))
         image = image + gate_msa * self.image.attn.proj(read[:, :images])
         if again:
             shift, scale, gate = again

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dstrain.nn.measures import measure_codebook_usage, measure_psnr_and_ssim, measure_token_shares
+from dstrain.nn.measures import compute_perplexity_and_unused_share, measure_psnr_and_ssim, measure_token_shares
 from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel_noise
 from dstrain.systems.base import Example, Nets, Terms
 from dstrain.systems.vae import losses
@@ -102,7 +102,7 @@ class DiscreteSystem(AutoencoderSystem):
         """Returns two figures over all held-out samples: `perplexity` of the codebook, from 1 to K, and `dead_tokens`,
         the share of tokens that never occur.
         """
-        return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
+        return dict(zip(("perplexity", "dead_tokens"), compute_perplexity_and_unused_share(means["usage"])))
 
     def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
         """Returns a list of reconstructions, (B, C, H, W) each, in [-1, 1]. With gumbel two: from relaxed tokens at the

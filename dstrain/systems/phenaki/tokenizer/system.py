@@ -17,7 +17,7 @@ from dstrain import rng
 from dstrain.nn.adversarial import compute_picture_gradient
 from dstrain.nn.fitting import collect_weight_shapes, require_matching_shapes
 from dstrain.nn.lookup_free import CodeUsage, compute_codebook_bits
-from dstrain.nn.measures import measure_codebook_usage, measure_psnr_and_ssim, measure_token_shares
+from dstrain.nn.measures import compute_perplexity_and_unused_share, measure_psnr_and_ssim, measure_token_shares
 from dstrain.nn.picture_loss import PictureLoss, make_loss_from_value_and_gradient
 from dstrain.nn.pixels import convert_to_uint8, require_model_input_shape
 from dstrain.recipe import ConfigError
@@ -241,7 +241,7 @@ class TokenizerSystem(System):
         """Returns two figures over all held-out samples: `perplexity` of the codebook, from 1 to K, and `dead_tokens`,
         the share of tokens that never occur.
         """
-        return dict(zip(("perplexity", "dead_tokens"), measure_codebook_usage(means["usage"])))
+        return dict(zip(("perplexity", "dead_tokens"), compute_perplexity_and_unused_share(means["usage"])))
 
     @torch.no_grad()
     def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
