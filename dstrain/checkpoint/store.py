@@ -102,11 +102,11 @@ class Store:
         if self.find_fault(step) is None:
             return None
         needed = sum(group.gather_objects(int(need_bytes)))
-        self._mark = group.broadcast_from_first(owner.make_mark())
+        self._mark = group.broadcast_from_first(owner.make_owner_mark())
         tmp = self._make_path(step, f".{self._mark}.tmp")
 
         def prepare_folder() -> None:
-            owner.require_claim(self.folder)
+            owner.require_claim_not_lost(self.folder)
             self.folder.mkdir(parents=self._makes_parents, exist_ok=True)
             for leftover in self.folder.glob("step_*.tmp"):
                 owner.remove_path(leftover)
@@ -189,7 +189,7 @@ class Store:
         def write_entries() -> None:
             body = read_manifest(self._make_path(step))
             body["extra"] |= entries
-            atomic.write_file(self._make_path(step) / NAME, render_sealed_json(body), make=False)
+            atomic.write_file(self._make_path(step) / NAME, render_sealed_json(body), make_parent=False)
             self._delete_outdated_steps()
 
         self._run_on_rank_0(write_entries)
@@ -247,7 +247,7 @@ class Store:
         """
 
         def rename_newer_steps() -> None:
-            owner.require_claim(self.folder)
+            owner.require_claim_not_lost(self.folder)
             for step in reversed([step for step in self.list_steps() if step > after]):
                 with suppress(OSError):
                     owner.remove_path(self._make_path(step, _ASIDE))  # of an earlier time
@@ -306,11 +306,11 @@ class Store:
         """Writes the manifest into the temporary folder and renames the folder to step_N, flushed to the disk. A
         damaged checkpoint of this step is renamed first, to be deleted later.
         """
-        atomic.write_file(tmp / NAME, render_sealed_json(body), make=False)
+        atomic.write_file(tmp / NAME, render_sealed_json(body), make_parent=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.fsync_folder(folder)
         final = self._make_path(step)
-        owner.require_claim(final)
+        owner.require_claim_not_lost(final)
         if final.exists():  # damaged, or `begin` would have ended
             os.rename(final, self._make_path(step, ".damaged.tmp"))
         os.rename(tmp, final)
@@ -318,13 +318,13 @@ class Store:
 
     def _write_pointer_file(self, pointer: str, step: int) -> None:
         """Writes the name of a step's folder into the file "newest" or "best"."""
-        atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make=False)
+        atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make_parent=False)
 
     def _delete_outdated_steps(self) -> None:
         """Writes the file `best`, then deletes the checkpoints that need not be kept. A checkpoint that is damaged, or
         was saved in trouble, is deleted once there is a newer one. One that a process is reading is never deleted.
         """
-        owner.require_claim(self.folder)
+        owner.require_claim_not_lost(self.folder)
         best = self.find_best()
         if best:
             self._write_pointer_file("best", best[0])

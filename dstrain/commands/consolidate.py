@@ -106,7 +106,7 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
     plan = plan_consolidation(order)
     update = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
     try:
-        with atomic.replace_folder(order.out) as folder:
+        with atomic.create_folder_atomically(order.out) as folder:
             _write_planned_files(order, plan, folder, update)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -15,19 +15,19 @@ from dstrain.disk import owner
 
 
 @contextmanager
-def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
+def replace_file(path: str | os.PathLike, make_parent: bool = True) -> Iterator[Path]:
     """A context manager that replaces a file in one step. Yields the path of an empty temporary file to fill. At the
     end of the block it is renamed to `path`, so that readers see either the old content or all of the new. If the block
     raises, `path` stays as it was.
 
-    make: also creates the folder of `path`
+    make_parent: also creates the folder of `path`
 
     A link at `path` is replaced, not followed. If several processes write `path`, the last rename wins. Raises
     TakenAway if this process has lost its claim on the folder.
     """
     path = Path(path)
-    owner.require_claim(path)
-    if make:
+    owner.require_claim_not_lost(path)
+    if make_parent:
         path.parent.mkdir(parents=True, exist_ok=True)
     owner.remove_abandoned_files(path.parent)
     temporary = owner.make_hidden_path(path)
@@ -36,25 +36,25 @@ def replace_file(path: str | os.PathLike, make: bool = True) -> Iterator[Path]:
         yield temporary
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
-        owner.require_claim(path)
+        owner.require_claim_not_lost(path)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     fsync_folder(path.parent)
 
 
-def write_file(path: str | os.PathLike, content: str | bytes, make: bool = True) -> None:
+def write_file(path: str | os.PathLike, content: str | bytes, make_parent: bool = True) -> None:
     """Writes `content` to a file, text as UTF-8, in one step: readers see either the old content or all of the new.
     Raises TakenAway if this process has lost its claim on the folder.
 
-    make: also creates the folder of `path`
+    make_parent: also creates the folder of `path`
     """
-    with replace_file(path, make) as temporary:
+    with replace_file(path, make_parent) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 @contextmanager
-def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
+def create_folder_atomically(folder: str | os.PathLike) -> Iterator[Path]:
     """A context manager that makes a folder in one step. Yields a new temporary folder to fill. At the end of the block
     it is renamed to `folder`; if the block raises, it is removed.
 
@@ -62,19 +62,19 @@ def replace_folder(folder: str | os.PathLike) -> Iterator[Path]:
     if `folder` exists and is not empty, TakenAway if this process has lost its claim on it.
     """
     folder = Path(os.path.abspath(folder))
-    owner.require_claim(folder)
+    owner.require_claim_not_lost(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     owner.remove_abandoned_files(folder.parent, folder.name)
     temporary = owner.make_hidden_path(folder)
     try:
         temporary.mkdir()
         yield temporary
-        publish_folder(temporary, folder)
+        flush_and_rename_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
+def flush_and_rename_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> None:
     """Flushes all files of the folder `temporary` to the disk, then renames it to `folder`. Raises OSError if `folder`
     exists and is not empty, TakenAway if this process has lost its claim on it.
     """
@@ -86,7 +86,7 @@ def publish_folder(temporary: str | os.PathLike, folder: str | os.PathLike) -> N
             finally:
                 os.close(descriptor)
         fsync_folder(place)
-    owner.require_claim(folder)
+    owner.require_claim_not_lost(folder)
     os.rename(temporary, folder)
     fsync_folder(Path(folder).absolute().parent)
 

@@ -19,7 +19,7 @@ def append_lines(path: str | os.PathLike, text: str) -> None:
     if the text cannot be written, and then removes the part that was written. Raises OSError also if `path` is a link,
     a pipe or a device, or if this process has lost its claim on the folder.
     """
-    owner.require_claim(path)
+    owner.require_claim_not_lost(path)
     descriptor = _open_regular_file(path, _OPEN | os.O_CREAT)
     try:
         size = os.fstat(descriptor).st_size
@@ -35,7 +35,7 @@ def append_lines(path: str | os.PathLike, text: str) -> None:
         os.close(descriptor)
 
 
-def remove_partial_line(path: str | os.PathLike) -> int:
+def remove_partial_last_line(path: str | os.PathLike) -> int:
     """Cuts off what follows a file's last line break, since a crash may leave half a line. A file without a line break
     becomes empty. Returns the number of bytes removed, 0 if the file is missing. Raises OSError for a link, a pipe or a
     device.

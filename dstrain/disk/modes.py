@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from dstrain.disk.owner import make_mark
+from dstrain.disk.owner import make_owner_mark
 
 
 def apply_umask(path: str | os.PathLike) -> None:
@@ -12,7 +12,7 @@ def apply_umask(path: str | os.PathLike) -> None:
     0777 & ~umask for folders. Leaves links as they are.
     """
     path = Path(path)
-    file, folder = _probe_modes(path if path.is_dir() else path.parent)
+    file, folder = _probe_modes_of_new_files(path if path.is_dir() else path.parent)
     if not path.is_dir():
         os.chmod(path, file)
         return
@@ -26,11 +26,11 @@ def apply_umask(path: str | os.PathLike) -> None:
     os.chmod(path, folder)
 
 
-def _probe_modes(folder: Path) -> tuple[int, int]:
+def _probe_modes_of_new_files(folder: Path) -> tuple[int, int]:
     """Returns the permission bits (of a new file, of a new folder) in `folder`. Finds them by making both and removing
     them again: Python can read the umask only by changing it, which would affect all threads.
     """
-    name = folder / f".{make_mark()}.mode"
+    name = folder / f".{make_owner_mark()}.mode"
     descriptor = os.open(name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
         file = stat.S_IMODE(os.fstat(descriptor).st_mode)

@@ -64,7 +64,7 @@ class Claim:
     record: str = ""  # what `.run` holds
 
 
-def make_mark() -> str:
+def make_owner_mark() -> str:
     """Returns a new unique name that says which process made it: MACHINE-PID-START-RANDOM, where START is the time when
     the process started.
     """
@@ -73,10 +73,10 @@ def make_mark() -> str:
 
 
 def make_hidden_path(path: Path, kind: str = "tmp") -> Path:
-    """Returns a new path beside `path`: ".NAME.MARK.KIND", with a new mark of this process (see `make_mark`). NAME is
-    the name of `path`, cut to 180 characters. Creates nothing.
+    """Returns a new path beside `path`: ".NAME.MARK.KIND", with a new mark of this process (see `make_owner_mark`).
+    NAME is the name of `path`, cut to 180 characters. Creates nothing.
     """
-    return path.with_name(f".{path.name[:180]}.{make_mark()}.{kind}")
+    return path.with_name(f".{path.name[:180]}.{make_owner_mark()}.{kind}")
 
 
 def parse_final_name(path: Path) -> str | None:
@@ -100,7 +100,7 @@ def remove_abandoned_files(folder: Path, name: str | None = None) -> None:
     with suppress(OSError):
         for path in list(folder.iterdir()):
             target = parse_final_name(path)
-            if target is not None and name in (None, target) and _is_dead(path, _STALE_SECONDS):
+            if target is not None and name in (None, target) and _is_owner_dead(path, _STALE_SECONDS):
                 remove_path(path)
 
 
@@ -155,7 +155,7 @@ def is_held(path: Path) -> bool:
         for mark in list(path.parent.iterdir()):
             match = _NAMED.fullmatch(mark.name)
             if match and match["kind"] == "hold" and match["name"] == path.name:
-                if _is_dead(mark, SILENT_SECONDS):
+                if _is_owner_dead(mark, SILENT_SECONDS):
                     mark.unlink(missing_ok=True)
                 else:
                     held = True
@@ -164,26 +164,27 @@ def is_held(path: Path) -> bool:
 
 def claim_folder(folder: Path, verb: str) -> Claim:
     """Claims an existing folder for this process by a file in it, the lease, and returns the claim. No other process
-    may claim the folder until `release_folder`. verb: the name of this command, for the messages of other processes.
+    may claim the folder until `release_folder_claim`. verb: the name of this command, for the messages of other
+    processes.
 
     Raises Held if a living process has claimed the folder, OSError if nothing can be written there.
     """
     folder = Path(os.path.abspath(folder))
     while True:
-        earlier = _list_leases(folder)
+        earlier = _find_leases(folder)
         for path in earlier.values():
-            if not _is_dead(path, SILENT_SECONDS):
-                raise Held(_describe_lease(path))
-        number, mark = max(earlier, default=0) + 1, make_mark()
+            if not _is_owner_dead(path, SILENT_SECONDS):
+                raise Held(_describe_lease_owner(path))
+        number, mark = max(earlier, default=0) + 1, make_owner_mark()
         path = folder / f".lease-{number}"
         try:
             _create_file(path, f"{mark}\n{socket.gethostname()}\n{verb}\n{_describe_folder_identity(folder)}")
         except FileExistsError:  # another command was quicker
             time.sleep(0.05)
             continue
-        if later := _list_leases(folder).keys() - earlier.keys() - {number}:
+        if later := _find_leases(folder).keys() - earlier.keys() - {number}:
             path.unlink(missing_ok=True)  # two began at once, after a third had ended: each gives way
-            raise Held(_describe_lease(folder / f".lease-{max(later)}"))
+            raise Held(_describe_lease_owner(folder / f".lease-{max(later)}"))
         for dead in earlier.values():
             remove_path(dead)
         _start_touching(path)
@@ -199,7 +200,7 @@ def write_folder_identity(folder: Path, run: Path | None = None) -> Claim:
 
     Returns the claim with this identity. Later writes check that the folder still has it.
     """
-    identity = None if find_other_run(folder, folder) else read_identity(folder)
+    identity = None if find_other_owning_run(folder, folder) else read_run_identity(folder)
     known = _claims[os.path.abspath(run)].record if run else f"{identity or secrets.token_hex(16)}\n"
     record = known + _describe_folder_identity(folder)
     os.replace(_create_file(make_hidden_path(folder / IDENTITY), record), folder / IDENTITY)
@@ -207,7 +208,7 @@ def write_folder_identity(folder: Path, run: Path | None = None) -> Claim:
     return claim
 
 
-def find_other_run(folder: Path, run: Path) -> str | None:
+def find_other_owning_run(folder: Path, run: Path) -> str | None:
     """Returns the path of the run to which `folder` belongs, as its file .run says, if this is another run than that in
     the folder `run`. Returns None if it is the same run, if there is no .run, if `folder` is a copy, or if something
     else now lies at the path in .run.
@@ -215,13 +216,13 @@ def find_other_run(folder: Path, run: Path) -> str | None:
     A run that was moved is still the same run: its folder has the same inode, or it is on another disk and nothing is
     left at its former path.
     """
-    identity, place, path, own, own_path = _read_lines(folder / IDENTITY)
+    identity, place, path, own, own_path = _read_first_lines(folder / IDENTITY)
     if _is_recorded_folder(run, place, path, IDENTITY, identity) or not _is_recorded_folder(
         folder, own, own_path, IDENTITY, identity
     ):
         return None
     left = os.path.exists(path) or not place.startswith(f"{os.stat(run).st_dev}:")
-    return None if left and read_identity(Path(path)) != identity else path
+    return None if left and read_run_identity(Path(path)) != identity else path
 
 
 def _describe_folder_identity(folder: Path) -> str:
@@ -229,29 +230,29 @@ def _describe_folder_identity(folder: Path) -> str:
     return f"{os.stat(folder).st_dev}:{os.stat(folder).st_ino}\n{os.path.realpath(folder)}\n"
 
 
-def _is_recorded_folder(folder: Path, place: str, path: str, name: str, mark: str) -> bool:
+def _is_recorded_folder(folder: Path, device_inode: str, recorded_path: str, name: str, mark: str) -> bool:
     """Returns whether `folder` is the folder that a record describes, and not a copy: it has the recorded path, or was
-    moved and has the recorded inode. Returns True if `path` is empty, as in records of earlier versions.
+    moved and has the recorded inode. Returns True if `recorded_path` is empty, as in records of earlier versions.
 
-    place: the recorded "DEVICE:INODE"
-    path: the recorded path
-    name, mark: if the file `name` at the recorded path still begins with the line `mark`, `folder` is a copy
+    device_inode: the recorded "DEVICE:INODE"
+    recorded_path: the recorded path
+    name, mark: if the file `name` at `recorded_path` still begins with the line `mark`, `folder` is a copy
     """
-    if path in ("", os.path.realpath(folder)):
+    if recorded_path in ("", os.path.realpath(folder)):
         return True
     with suppress(OSError):
-        if os.path.samefile(path, folder):  # mounted twice
+        if os.path.samefile(recorded_path, folder):  # mounted twice
             return True
-        if _read_mark(Path(path) / name) == mark:
+        if _read_mark(Path(recorded_path) / name) == mark:
             return False
-    return str(os.stat(folder).st_ino) == place.partition(":")[2]
+    return str(os.stat(folder).st_ino) == device_inode.partition(":")[2]
 
 
-def read_identity(folder: Path) -> str | None:
+def read_run_identity(folder: Path) -> str | None:
     """Returns the identity of the run in a folder, 32 hex digits from its file .run; None if it has none, as in runs of
     earlier versions.
     """
-    text = _read_lines(folder / IDENTITY)[0]
+    text = _read_first_lines(folder / IDENTITY)[0]
     return text if re.fullmatch(r"[0-9a-f]{32}", text) else None
 
 
@@ -268,7 +269,7 @@ def register_claim(folder: Path, claim: Claim | None) -> None:
         _claims[os.path.abspath(folder)] = claim
 
 
-def release_folder(folder: Path) -> None:
+def release_folder_claim(folder: Path) -> None:
     """Gives up this process's claim on a folder. Removes the lease file if this process has written it, but not if
     another rank has. Does nothing without a claim.
     """
@@ -283,7 +284,7 @@ def release_folder(folder: Path) -> None:
     _stop_touching(path)
 
 
-def require_claim(path: str | os.PathLike) -> None:
+def require_claim_not_lost(path: str | os.PathLike) -> None:
     """Raises TakenAway if `path` lies in a folder that this process has claimed, and that was since removed, moved or
     claimed by another process. Does nothing for other paths. Writes the file .run again if it is missing from the
     folder.
@@ -301,7 +302,9 @@ def _require_intact_claim(folder: Path, claim: Claim) -> None:
         raise gone
     with suppress(FileNotFoundError):  # somebody has cleared hidden files away, or another command has come and gone
         if later.exists() or _read_mark(own) != claim.mark:
-            raise TakenAway(errno.ESTALE, f"it now belongs to {_describe_lease(later if later.exists() else own)}")
+            raise TakenAway(
+                errno.ESTALE, f"it now belongs to {_describe_lease_owner(later if later.exists() else own)}"
+            )
     try:
         identity = claim.identity and _read_mark(folder / IDENTITY)
     except FileNotFoundError:  # other errors are the storage's, and may pass
@@ -313,7 +316,7 @@ def _require_intact_claim(folder: Path, claim: Claim) -> None:
         raise TakenAway(errno.ESTALE, "another run lies there now", str(folder))
 
 
-def _list_leases(folder: Path) -> dict[int, Path]:
+def _find_leases(folder: Path) -> dict[int, Path]:
     found = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -322,9 +325,9 @@ def _list_leases(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def _describe_lease(path: Path) -> str:
+def _describe_lease_owner(path: Path) -> str:
     """Returns a phrase about the owner of the lease file `path`: "COMMAND (process PID on HOST), by PATH"."""
-    mark, host, verb, *_ = _read_lines(path)
+    mark, host, verb, *_ = _read_first_lines(path)
     match = re.fullmatch(_MARK, mark)
     return f"{verb or 'a command'} (process {match['pid']} on {host}), by {path}" if match else f"somebody, by {path}"
 
@@ -356,7 +359,7 @@ def _read_mark(path: Path) -> str:
     return _read_text(path).partition("\n")[0].strip()
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_first_lines(path: Path) -> list[str]:
     """Returns the first five lines of a lease or a file .run: "" for each line that is missing, five times "" if the
     file cannot be read.
     """
@@ -365,7 +368,7 @@ def _read_lines(path: Path) -> list[str]:
     return [""] * 5
 
 
-def _is_dead(path: Path, patience: float) -> bool:
+def _is_owner_dead(path: Path, patience: float) -> bool:
     """Returns whether the process that made a mark (a lease, a hold or a temporary file) has ended, or whether the mark
     is a copy, made with its folder. Returns False if the mark no longer exists.
 
@@ -373,19 +376,19 @@ def _is_dead(path: Path, patience: float) -> bool:
     """
     try:
         named = _NAMED.fullmatch(path.name)
-        mark, _, _, place, where = [named["mark"], *[""] * 4] if named else _read_lines(path)
+        mark, _, _, place, where = [named["mark"], *[""] * 4] if named else _read_first_lines(path)
         match = re.fullmatch(_MARK, mark)
         if match and match["start"] and match["machine"] == _hash_machine_identity():
             return _read_start_time(int(match["pid"])) != match["start"] or not _is_recorded_folder(
                 path.parent, place, where, path.name, mark
             )
-        age = _measure_age(path)
-        return age > patience or (age < -patience and _stays_untouched(path))
+        age = _measure_seconds_since_write(path)
+        return age > patience or (age < -patience and _is_untouched_after_wait(path))
     except OSError:  # it has just gone
         return False
 
 
-def _stays_untouched(path: Path) -> bool:
+def _is_untouched_after_wait(path: Path) -> bool:
     """Waits SILENT_SECONDS (30). Returns whether nobody has changed the file in this time. Use it for a file whose time
     of change lies in the future, so that it has no age.
     """
@@ -394,14 +397,14 @@ def _stays_untouched(path: Path) -> bool:
     return os.lstat(path).st_mtime_ns == before
 
 
-def _measure_age(path: Path) -> float:
+def _measure_seconds_since_write(path: Path) -> float:
     """Returns the seconds since the last write to a file, or to any file of a folder. Takes the present time from the
     file system, or from this machine's clock if nothing can be written beside `path`.
     """
     newest = os.lstat(path).st_mtime
     for place, _, names in os.walk(path):
         newest = max([newest, *(os.lstat(os.path.join(place, name)).st_mtime for name in names)])
-    probe = path.parent / f".{make_mark()}.clock"
+    probe = path.parent / f".{make_owner_mark()}.clock"
     try:
         _create_file(probe, "")
         now = os.lstat(probe).st_mtime

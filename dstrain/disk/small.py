@@ -16,30 +16,30 @@ class RepeatedKey(ValueError):
     """A JSON object that gives one of its keys two values."""
 
 
-def read_bytes(path: str | os.PathLike, most: int) -> bytes:
-    """Reads a whole file. Raises OSError if it is missing, cannot be read, has more than `most` bytes, or is no regular
-    file, since reading a pipe or a device might never end.
+def read_bytes(path: str | os.PathLike, max_bytes: int) -> bytes:
+    """Reads a whole file. Raises OSError if it is missing, cannot be read, has more than `max_bytes` bytes, or is no
+    regular file, since reading a pipe or a device might never end.
     """
     require_regular_file(path)
     with open(path, "rb") as file:
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most // MEGABYTE} MB", str(path))
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {max_bytes // MEGABYTE} MB", str(path))
     return content
 
 
-def read_text(path: str | os.PathLike, most: int = 16 * MEGABYTE, errors: str = "strict") -> str:
-    """Reads a UTF-8 text file of at most `most` bytes. errors: as in bytes.decode. Raises OSError as `read_bytes`, and
-    UnicodeDecodeError if `errors` is "strict" and the file is not UTF-8.
+def read_text(path: str | os.PathLike, max_bytes: int = 16 * MEGABYTE, errors: str = "strict") -> str:
+    """Reads a UTF-8 text file of at most `max_bytes` bytes. errors: as in bytes.decode. Raises OSError as `read_bytes`,
+    and UnicodeDecodeError if `errors` is "strict" and the file is not UTF-8.
     """
-    return read_bytes(path, most).decode("utf-8", errors)
+    return read_bytes(path, max_bytes).decode("utf-8", errors)
 
 
-def read_json(path: str | os.PathLike, most: int = 16 * MEGABYTE, **hooks: Any) -> Any:
-    """Reads a JSON file of at most `most` bytes and returns its value. hooks: arguments of json.loads. Raises OSError
-    as `read_bytes`, and ValueError if the file is no UTF-8, no JSON, or nested deeper than 64 levels.
+def read_json(path: str | os.PathLike, max_bytes: int = 16 * MEGABYTE, **hooks: Any) -> Any:
+    """Reads a JSON file of at most `max_bytes` bytes and returns its value. hooks: arguments of json.loads. Raises
+    OSError as `read_bytes`, and ValueError if the file is no UTF-8, no JSON, or nested deeper than 64 levels.
     """
-    return parse_json(read_text(path, most), **hooks)
+    return parse_json(read_text(path, max_bytes), **hooks)
 
 
 def parse_json(text: str | bytes, **hooks: Any) -> Any:
@@ -63,14 +63,14 @@ def parse_json(text: str | bytes, **hooks: Any) -> Any:
     return value
 
 
-def parse_unambiguous_json(text: str | bytes) -> Any:
+def parse_json_without_repeated_keys(text: str | bytes) -> Any:
     """Returns the value of a JSON text. Raises RepeatedKey if an object gives one key two different values, ValueError
     as `parse_json`.
     """
-    return parse_json(text, object_pairs_hook=build_unambiguous_dict)
+    return parse_json(text, object_pairs_hook=build_dict_without_repeated_keys)
 
 
-def build_unambiguous_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def build_dict_without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the (key, value) pairs of a JSON object as a dict. Raises RepeatedKey if a key has two different values,
     where json itself would take the last. For json's object_pairs_hook.
     """
@@ -103,11 +103,11 @@ def require_regular_file(path: str | os.PathLike) -> None:
         raise OSError(errno.EISDIR if kind == "a folder" else errno.EINVAL, f"it is {kind}, and no file", str(path))
 
 
-def read_stripped_text(path: Path, most: int = 4096) -> str | None:
+def read_stripped_text(path: Path, max_bytes: int = 4096) -> str | None:
     """Returns the text of a small file without white space at its ends; None if the file cannot be read, has more than
-    `most` bytes, or is not UTF-8.
+    `max_bytes` bytes, or is not UTF-8.
     """
     try:
-        return read_text(path, most).strip()
+        return read_text(path, max_bytes).strip()
     except (OSError, ValueError):
         return None

@@ -41,7 +41,7 @@ def decode_text(content: bytes) -> str:
     return text
 
 
-def clean_text(text: str) -> str:
+def strip_space_and_bom(text: str) -> str:
     """Returns a text without white space and byte order marks at both ends."""
     return text.strip().strip("\ufeff").strip()
 
@@ -50,10 +50,10 @@ def split_lines(text: str) -> tuple[str, ...]:
     """Returns the lines of a text without white space at their ends, each a caption or a prompt. Leaves out blank
     lines.
     """
-    return tuple(line for line in map(clean_text, _LINE_ENDS.split(text)) if line)
+    return tuple(line for line in map(strip_space_and_bom, _LINE_ENDS.split(text)) if line)
 
 
-def list_captions(value: Any) -> tuple[str, ...]:
+def extract_captions(value: Any) -> tuple[str, ...]:
     """Returns the captions in a cell of a table or a value of JSON: a text, or a list of texts. Leaves out None, blank
     texts, and words for a missing value ("nan", "<NA>"). Returns () if nothing remains.
 
@@ -64,7 +64,7 @@ def list_captions(value: Any) -> tuple[str, ...]:
         if not isinstance(text, str):
             raise ValueError(f"{str(text)[:60]} is no caption")
     # Half a character, which JSON may hold, becomes a question mark, as in the index.
-    texts = [text.encode("utf-8", "replace").decode() for text in map(clean_text, texts)]
+    texts = [text.encode("utf-8", "replace").decode() for text in map(strip_space_and_bom, texts)]
     return tuple(text for text in texts if text and text.lower() not in _MISSING)
 
 
@@ -76,11 +76,11 @@ def find_json_captions(content: Any) -> tuple[str, ...]:
     if isinstance(content, dict):
         value = next((content[name] for name in TEXT_NAMES if name in content), None)
         texts = value if isinstance(value, list) else [value]
-        return list_captions([text for text in texts if isinstance(text, str)])
+        return extract_captions([text for text in texts if isinstance(text, str)])
     return ()
 
 
-def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
+def parse_caption_file(name: str, content: bytes) -> tuple[str, ...]:
     """Returns the captions in the bytes of a text file beside a sample. A file whose `name` ends in .json is an object
     as in `find_json_captions`; in any other file each line is a caption. Raises ValueError if the bytes are no text, or
     no JSON.
@@ -88,7 +88,7 @@ def parse_sidecar(name: str, content: bytes) -> tuple[str, ...]:
     text = decode_text(content)
     if not name.lower().endswith(".json"):
         return split_lines(text)
-    return find_json_captions(small.parse_unambiguous_json(text))
+    return find_json_captions(small.parse_json_without_repeated_keys(text))
 
 
 def parse_label(value: Any, names: Container[str] = ()) -> str | None:
@@ -102,7 +102,7 @@ def parse_label(value: Any, names: Container[str] = ()) -> str | None:
         return None
     if not isinstance(value, str | int | float):
         raise ValueError(f"{str(value)[:60]} is no label")
-    text = clean_text(str(value).lower() if isinstance(value, bool) else str(value))
+    text = strip_space_and_bom(str(value).lower() if isinstance(value, bool) else str(value))
     if text in names:
         return text
     if text.lower() in _MISSING or _LIST.fullmatch(text):
@@ -124,4 +124,4 @@ def read_text_file(path: Path) -> str:
     """Reads a text file, UTF-8 or UTF-16, without white space at its ends. Raises OSError if it cannot be read or has
     more than 16 MB, ValueError if it is no text.
     """
-    return clean_text(decode_text(small.read_bytes(path, LONGEST_TEXT)))
+    return strip_space_and_bom(decode_text(small.read_bytes(path, LONGEST_TEXT)))

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from dstrain.disk.owner import require_claim
+from dstrain.disk.owner import require_claim_not_lost
 from dstrain.distributed import exit_codes
 from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.processes import read_command, read_parent, read_start_time
@@ -116,7 +116,7 @@ class Stops:
         """
         if self._file and _is_stop_file(self._file):
             with suppress(OSError):  # the run is saved in any case; another run's file stays
-                require_claim(self._file)
+                require_claim_not_lost(self._file)
                 self._file.unlink()
 
     def announce_end_and_remove_stop_file(self) -> None:

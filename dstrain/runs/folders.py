@@ -127,7 +127,7 @@ def _is_run(folder: Path) -> bool:
     marks = sum(os.path.lexists(folder / name) for name in _MARKS)
     if marks > 1 or (marks > 0 and _list_checkpoint_steps(folder)):
         return True
-    return owner.read_identity(folder) is not None and not any(folder.glob("step_*"))  # else another's checkpoints
+    return owner.read_run_identity(folder) is not None and not any(folder.glob("step_*"))  # else another's checkpoints
 
 
 def require_no_links(folder: Path) -> None:
@@ -165,7 +165,7 @@ def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> 
         if linked := checkpoints.is_symlink():
             claim_checkpoints(checkpoints)
             require_link_to_own_checkpoints(folder)
-        earlier = owner.read_identity(folder)
+        earlier = owner.read_run_identity(folder)
         if not resume.from_scratch:
             append_ancestor_runs(folder, resume.allow_change)
         if owner.write_folder_identity(folder).identity != earlier and earlier:
@@ -225,8 +225,8 @@ class Claimed:
     def close(self) -> None:
         """Releases the lock and the lease of the folder. Later calls do nothing."""
         if not self._lock.closed:
-            owner.release_folder(self._folder / "checkpoints")  # claimed where it is a link
-            owner.release_folder(self._folder)
+            owner.release_folder_claim(self._folder / "checkpoints")  # claimed where it is a link
+            owner.release_folder_claim(self._folder)
             self._lock.close()
 
     def __enter__(self) -> "Claimed":
@@ -307,7 +307,7 @@ def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
         yield
         group.barrier()
     finally:
-        owner.release_folder(out)
+        owner.release_folder_claim(out)
         if is_new:
             with suppress(OSError):  # a folder that is not empty stays
                 out.rmdir()
@@ -318,7 +318,7 @@ def register_claim_on_all_ranks(folder: Path) -> None:
     all ranks. Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
     """
     claim, end = group.broadcast_from_first(owner.find_claim(folder)), time.monotonic() + 20
-    while claim and claim.identity and owner.read_identity(folder) != claim.identity and time.monotonic() < end:
+    while claim and claim.identity and owner.read_run_identity(folder) != claim.identity and time.monotonic() < end:
         time.sleep(0.2)
     owner.register_claim(folder, claim)
 
@@ -375,7 +375,7 @@ def fill_new_folder(out: Path) -> Iterator[Path]:
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise ConfigError(f"--out {out} is there already: name a new folder")
     try:
-        with atomic.replace_folder(out) as temporary:
+        with atomic.create_folder_atomically(out) as temporary:
             yield temporary
             apply_umask(temporary)
     except (OSError, SafetensorError) as error:  # a full disk raises either
@@ -424,7 +424,7 @@ def read_earlier_settings(folder: Path) -> dict[str, Any]:
 
 def write_saved_step(folder: Path, step: int) -> None:
     """Writes `step` into a run's file `saved`. Raises OSError if the folder is gone or cannot be written."""
-    atomic.write_file(folder / "saved", f"{step}\n", make=False)  # a run's folder that was taken away stays so
+    atomic.write_file(folder / "saved", f"{step}\n", make_parent=False)  # a run's folder that was taken away stays so
 
 
 def move_run_aside(folder: Path) -> None:

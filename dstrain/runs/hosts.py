@@ -97,7 +97,7 @@ def require_own_folder(folder: Path, patience: float = 2.0) -> None:
                     "move it back and give the same command again"
                 )
             else:
-                owner.require_claim(folder)
+                owner.require_claim_not_lost(folder)
         except owner.TakenAway as error:
             fault = (
                 f"is no longer this run's ({error.strerror}): nothing more is saved; if this run was moved, give the "
@@ -117,7 +117,7 @@ def has_lost_folder(folder: Path) -> bool:
     if time.monotonic() - _looked < _LOOK_SECONDS:
         return False
     try:
-        owner.require_claim(folder)
+        owner.require_claim_not_lost(folder)
     except owner.TakenAway:
         return True
     except OSError:  # storage that fails is for the save to report

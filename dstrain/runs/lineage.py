@@ -26,7 +26,7 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
     `step`. Compares the identity of the run, a random id in its folder, with the identities in the checkpoints. Accepts
     checkpoints without an identity, and accepts all if the folder has no identity.
     """
-    own = owner.read_identity(folder)
+    own = owner.read_run_identity(folder)
     if own is None:
         return
     known = {own, *_read_ancestor_runs(folder)}
@@ -49,8 +49,8 @@ def append_ancestor_runs(folder: Path, adopts: bool) -> None:
 
     Call it before the folder gets a new identity. Raises OSError if the file cannot be written.
     """
-    own, known = owner.read_identity(folder), _read_ancestor_runs(folder)
-    found = {own} if own and owner.find_other_run(folder, folder) else set()  # a copy's, which is renewed
+    own, known = owner.read_run_identity(folder), _read_ancestor_runs(folder)
+    found = {own} if own and owner.find_other_owning_run(folder, folder) else set()  # a copy's, which is renewed
     if adopts or own is None:
         found |= {*_read_checkpoint_writers(folder, None).values()} - {own}
     if new := sorted(found - {*known}):
@@ -62,7 +62,7 @@ def require_link_to_own_checkpoints(folder: Path) -> None:
     run's folder can hold such a link.
     """
     checkpoints = folder / "checkpoints"
-    if checkpoints.is_symlink() and (other := owner.find_other_run(checkpoints, folder)):
+    if checkpoints.is_symlink() and (other := owner.find_other_owning_run(checkpoints, folder)):
         target = checkpoints.resolve()
         raise ConfigError(
             f"{folder}: checkpoints is a link to {target}, which are also the checkpoints of {other}: copy them, and "

@@ -154,5 +154,5 @@ class Album:
             with self._zip.open(f"{name}.npy", "w") as member:
                 np.lib.format.write_array(member, array, allow_pickle=False)
         self._zip.close()
-        owner.require_claim(self.path)
+        owner.require_claim_not_lost(self.path)
         os.replace(self._tmp, self.path)

@@ -91,7 +91,7 @@ class Tracker:
         with explain_write_errors(self.folder / "metrics.jsonl", "make room there, or name another folder="):
             self.folder.mkdir(parents=True, exist_ok=True)
             damaged = _remove_later_lines(self.folder / "metrics.jsonl", resumed_step)
-            torn = lines.remove_partial_line(self.folder / "log.txt")
+            torn = lines.remove_partial_last_line(self.folder / "log.txt")
         if sys.stderr.isatty():
             from tqdm import tqdm
 

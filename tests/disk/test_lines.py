@@ -71,5 +71,5 @@ def test_a_torn_tail_is_cut(tmp_path, content, left):
     assert left == "".join(content.rpartition("\n")[:2])
     path = tmp_path / "a"
     path.write_text(content)
-    assert lines.remove_partial_line(path) == len(content) - len(left) and path.read_text() == left
-    assert lines.remove_partial_line(tmp_path / "absent") == 0 and not (tmp_path / "absent").exists()
+    assert lines.remove_partial_last_line(path) == len(content) - len(left) and path.read_text() == left
+    assert lines.remove_partial_last_line(tmp_path / "absent") == 0 and not (tmp_path / "absent").exists()

@@ -43,7 +43,7 @@ def claimed(tmp_path):
     owner.claim_folder(folder, "train")
     owner.write_folder_identity(folder)
     yield folder
-    owner.release_folder(folder)
+    owner.release_folder_claim(folder)
 
 
 def test_one_of_many_has_the_folder(tmp_path):
@@ -52,7 +52,7 @@ def test_one_of_many_has_the_folder(tmp_path):
     codes = [process.wait(60) for process in processes]
     assert sorted(codes) == [0, 3, 3, 3, 3, 3]
     owner.claim_folder(tmp_path, "train")
-    owner.release_folder(tmp_path)
+    owner.release_folder_claim(tmp_path)
     assert os.listdir(tmp_path) == []
 
 
@@ -65,7 +65,7 @@ def test_a_killed_owner_gives_way_at_once(tmp_path):
     process.kill()
     process.wait()
     owner.claim_folder(tmp_path, "train")
-    owner.release_folder(tmp_path)
+    owner.release_folder_claim(tmp_path)
 
 
 @pytest.mark.parametrize("silent, free", [(1, False), (owner.SILENT_SECONDS + 60, True)])
@@ -76,7 +76,7 @@ def test_an_owner_on_another_machine_is_known_by_its_touch(tmp_path, silent, fre
     os.utime(lease, (time.time() - silent,) * 2)
     if free:
         assert owner.claim_folder(tmp_path, "train").number == 8
-        owner.release_folder(tmp_path)
+        owner.release_folder_claim(tmp_path)
     else:
         with pytest.raises(owner.Held, match="process 77 on elsewhere"):
             owner.claim_folder(tmp_path, "train")
@@ -107,7 +107,7 @@ WRITES = {
 
 
 def _fill(out: Path) -> None:
-    with atomic.replace_folder(out) as temporary:
+    with atomic.create_folder_atomically(out) as temporary:
         (temporary / "a").write_text("5")
 
 
@@ -181,7 +181,7 @@ def test_a_run_keeps_its_identity(tmp_path):
         folder.mkdir(exist_ok=True)
         owner.claim_folder(folder, "train")
         found.append(owner.write_folder_identity(folder).identity)
-        owner.release_folder(folder)
+        owner.release_folder_claim(folder)
     assert len(set(found[:3])) == 1 and found[3] != found[0]
 
 
@@ -193,7 +193,7 @@ def test_links_and_pipes_are_not_written_through(tmp_path):
     with pytest.raises(OSError, match="it is a link, which nothing is written through"):
         lines.append_lines(link, "more\n")
     with pytest.raises(OSError, match="it is a link"):
-        lines.remove_partial_line(link)
+        lines.remove_partial_last_line(link)
     atomic.write_file(link, "new")
     assert not link.is_symlink() and link.read_text() == "new" and mine.read_text() == "mine\n"
     os.mkfifo(tmp_path / "events.jsonl")
@@ -255,7 +255,7 @@ def claim(folder: Path, *more: object) -> owner.Claim:
     try:
         return owner.write_folder_identity(folder, *more)
     finally:
-        owner.release_folder(folder)
+        owner.release_folder_claim(folder)
 
 
 def test_a_copy_is_a_run_of_its_own(tmp_path):
@@ -287,11 +287,11 @@ def test_a_copy_with_the_same_inode_is_no_move(claimed):
     """Oracle: two disks, which count inodes alike: the original is still there, and the copy is none of it, neither by
     its identity nor by the lease that came along.
     """
-    before, copy = owner.read_identity(claimed), claimed.with_name("copy")
+    before, copy = owner.read_run_identity(claimed), claimed.with_name("copy")
     shutil.copytree(claimed, copy)
     for name in (".run", ".lease-1"):
         pretend_inode(copy, name)
-    assert owner.find_other_run(copy, copy) == str(claimed)
+    assert owner.find_other_owning_run(copy, copy) == str(claimed)
     assert claim(copy).identity not in (None, before)
 
 
@@ -340,7 +340,7 @@ def test_a_lease_that_nobody_touches_gives_way(tmp_path, monkeypatch, kind, ahea
             owner.claim_folder(tmp_path, "train")
         time.sleep(1)
     assert owner.claim_folder(tmp_path, "train").number == 4
-    owner.release_folder(tmp_path)
+    owner.release_folder_claim(tmp_path)
     assert os.listdir(tmp_path) == []
 
 

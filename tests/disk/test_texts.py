@@ -17,7 +17,7 @@ from dstrain.data.formats.base import Request
 from dstrain.data.formats.clips import read_captions_file
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
-from dstrain.disk.texts import decode_text, list_captions, parse_label, parse_sidecar, split_lines
+from dstrain.disk.texts import decode_text, extract_captions, parse_caption_file, parse_label, split_lines
 from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError
 from tests.support.pictures import picture
@@ -134,13 +134,13 @@ def test_lines_of_a_text(tmp_path):
         assert split_lines(f"a cat{mark}on a mat\n") == (f"a cat{mark}on a mat",)
     for content in (b"\xef\xbb\xbfa\r\nb\n", "\ufeffa\nb".encode("utf-16-le"), "\ufeffa\nb".encode("utf-16-be")):
         (tmp_path / "x.txt").write_bytes(content)
-        assert parse_sidecar("x.txt", content) == read_nonempty_lines(str(tmp_path / "x.txt")) == ("a", "b")
-    assert parse_sidecar("x.json", b'\xef\xbb\xbf{"caption": ["\xef\xbb\xbfa\\nb", null, 3, " "]}') == ("a\nb",)
+        assert parse_caption_file("x.txt", content) == read_nonempty_lines(str(tmp_path / "x.txt")) == ("a", "b")
+    assert parse_caption_file("x.json", b'\xef\xbb\xbf{"caption": ["\xef\xbb\xbfa\\nb", null, 3, " "]}') == ("a\nb",)
     assert [split_lines(decode_text(content)) for content in (b"", b"\xef\xbb\xbf", b" \r\n")] == [()] * 3
     with pytest.raises(ValueError):
-        parse_sidecar("x.txt", b"caf\xe9")
+        parse_caption_file("x.txt", b"caf\xe9")
     with pytest.raises(ValueError, match="3 is no caption"):
-        list_captions(3)
+        extract_captions(3)
     (tmp_path / "0.png").write_bytes(encoded(0))
     (tmp_path / "0.txt").write_bytes("\ufeffa cat\u2028on a mat\r\n".encode())
     source = open_images(tmp_path, 16, split="all", request=Request(SUFFIXES, captions=True))

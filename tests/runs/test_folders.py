@@ -221,13 +221,13 @@ def test_a_run_with_linked_checkpoints_is_moved(linked, tmp_path):
     (linked / "checkpoints").unlink()
     (linked / "checkpoints").symlink_to(tmp_path / "disk" / "a")
     start(linked).close()
-    identity = folders.owner.read_identity(linked)
+    identity = folders.owner.read_run_identity(linked)
     linked.rename(moved := tmp_path / "moved")
     shutil.copytree(moved, tmp_path / "copy", symlinks=True)
     with pytest.raises(ConfigError, match=rf"or, if that run is no more, remove {tmp_path / 'disk' / 'a' / '.run'}"):
         start(tmp_path / "copy")
     start(moved).close()
-    assert folders.owner.read_identity(moved) == identity
+    assert folders.owner.read_run_identity(moved) == identity
     with pytest.raises(ConfigError, match=f"are also the checkpoints of {moved}"):
         start(tmp_path / "copy")
 

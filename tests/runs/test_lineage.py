@@ -46,7 +46,7 @@ def runs(tmp_path) -> tuple[Path, Path]:
 def test_a_manifest_names_its_run(runs):
     """Oracle: `.run` of the folder; a store outside of a run names none."""
     for folder, step in zip(runs, (10, 20)):
-        assert read_manifest(checkpoint(folder, step))["extra"] == {"run": owner.read_identity(folder)}
+        assert read_manifest(checkpoint(folder, step))["extra"] == {"run": owner.read_run_identity(folder)}
         assert not (folder / ANCESTORS).exists()
     bare = Store(runs[0].parent / "bare")
     assert bare.save(1, lambda path: None) and read_manifest(bare.folder / "step_00000001")["extra"] == {}
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_another_run(runs, flags):
     put(first, step, second)
     start(second, allow_change=True)
     start(second, 40)
-    assert read_manifest(checkpoint(second, 40))["extra"] == {"run": owner.read_identity(second)}
+    assert read_manifest(checkpoint(second, 40))["extra"] == {"run": owner.read_run_identity(second)}
 
 
 def test_copies_go_on(runs, tmp_path):
@@ -84,7 +84,7 @@ def test_copies_go_on(runs, tmp_path):
     copies.append(shutil.copytree(first, tmp_path / "bare", ignore=shutil.ignore_patterns(".*")))
     for copy in copies:
         start(copy)
-        assert owner.read_identity(copy) != owner.read_identity(first)
+        assert owner.read_run_identity(copy) != owner.read_run_identity(first)
         start(copy)
         start(copy, 40)
         start(copy)
@@ -113,7 +113,7 @@ def test_a_new_run_knows_no_ancestors(runs):
     first, second = runs
     put(first, 30, second)
     start(second, allow_change=True)
-    assert (second / ANCESTORS).read_text() == f"{owner.read_identity(first)}\n"
+    assert (second / ANCESTORS).read_text() == f"{owner.read_run_identity(first)}\n"
     start(second, 10, from_scratch=True)
     assert (second / "earlier_1" / ANCESTORS).exists() and not (second / ANCESTORS).exists()
     put(first, 30, second)

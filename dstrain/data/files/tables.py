@@ -16,7 +16,7 @@ from typing import Any
 
 from dstrain.data.files.local import Files
 from dstrain.data.files.storage import retry
-from dstrain.disk.small import RepeatedKey, parse_unambiguous_json
+from dstrain.disk.small import RepeatedKey, parse_json_without_repeated_keys
 from dstrain.recipe import ConfigError, NotRead
 
 _LONGEST = 1 << 24  # bytes of a line
@@ -265,7 +265,7 @@ class _Jsonl(Table):
             if not line.strip():
                 continue
             try:
-                row = parse_unambiguous_json(line)
+                row = parse_json_without_repeated_keys(line)
             except RepeatedKey as error:
                 raise ConfigError(f"{self.where}, line {number}: {error}") from None
             except ValueError:

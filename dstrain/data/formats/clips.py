@@ -16,7 +16,7 @@ from dstrain.data.formats.base import Request, Sample
 from dstrain.data.formats.folders import Folders
 from dstrain.data.formats.lists import COLUMNS
 from dstrain.data.formats.sidecars import normalize_file_name
-from dstrain.disk.texts import list_captions
+from dstrain.disk.texts import extract_captions
 from dstrain.recipe import ConfigError
 
 
@@ -132,7 +132,7 @@ def read_captions_file(file: Path) -> dict[str, str]:
         raise ConfigError(f"{where} is no file: name one with a line for each clip")
     texts: dict[str, str] = {}
     for number, name, value in _iterate_caption_rows(file, where):
-        captions = list_captions(value) if isinstance(value, str) else ()
+        captions = extract_captions(value) if isinstance(value, str) else ()
         if not isinstance(name, str) or not name or not captions:
             raise ConfigError(
                 f"{where}, line {number}: no file and caption in it; write NAME<TAB>CAPTION, or a .csv "

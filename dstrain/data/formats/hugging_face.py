@@ -27,7 +27,7 @@ from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files
 from dstrain.data.formats.shards import refuse_or_record_missing_shards
 from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, find_split_in_path
 from dstrain.disk.small import parse_json
-from dstrain.disk.texts import list_captions
+from dstrain.disk.texts import extract_captions
 from dstrain.recipe import ConfigError, NotRead
 
 HUB = "hf-dataset:"
@@ -182,7 +182,7 @@ class Tables(Layout):
         if self._split is not None:
             self.require_same_split(self._split, row[self._split], at)
         for name in columns.captions:
-            captions += list_captions(row[name])
+            captions += extract_captions(row[name])
         if columns.captions and not captions:
             captions = [""]  # Without a text, it will be a bad sample.
         return Sample(place, label, tuple(captions))

@@ -27,7 +27,7 @@ from typing import Any
 from dstrain.data.files.listing import LABELS
 from dstrain.data.source import Source
 from dstrain.disk import small
-from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, parse_label, parse_whole_number
+from dstrain.disk.texts import LONGEST_TEXT, decode_text, parse_label, parse_whole_number, strip_space_and_bom
 from dstrain.recipe import ConfigError
 
 SYNSET = re.compile(r"n\d{8}")
@@ -122,7 +122,9 @@ def read_class_list(path: str | None) -> ClassList:
         return ClassList()
     where = f"data.class_list={path}"
     try:
-        lines = [clean_text(line) for line in io.StringIO(decode_text(small.read_bytes(path, LONGEST_TEXT)), None)]
+        lines = [
+            strip_space_and_bom(line) for line in io.StringIO(decode_text(small.read_bytes(path, LONGEST_TEXT)), None)
+        ]
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"{where} cannot be read ({' '.join(str(error).split())}): name a text file (UTF-8) with a class a line"
@@ -154,7 +156,7 @@ def read_dataset_json_labels(root: Path, recipe_key: str) -> dict[str, int] | No
     if not os.path.lexists(path):
         return None
     try:
-        content = small.read_json(path, MAX_LABELS_BYTES, object_pairs_hook=small.build_unambiguous_dict)
+        content = small.read_json(path, MAX_LABELS_BYTES, object_pairs_hook=small.build_dict_without_repeated_keys)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"{recipe_key}={root}: {LABELS} cannot be read ({' '.join(str(error).split())[:200]}): repair it, "

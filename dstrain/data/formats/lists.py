@@ -21,7 +21,7 @@ from dstrain.data.files.tables import TABLES, Table, match_column_names, open_ta
 from dstrain.data.formats.base import VIDEOS, Layout, Place, Request, Sample, file_exists
 from dstrain.data.formats.labels import LABELS, ClassList, read_class_list, read_dataset_json_labels
 from dstrain.data.formats.splits import SPLIT_COLUMNS
-from dstrain.disk.texts import TEXT_NAMES, list_captions
+from dstrain.disk.texts import TEXT_NAMES, extract_captions
 from dstrain.recipe import ConfigError
 
 COLUMNS = {  # names by which a column is known, the first that is there counts
@@ -412,7 +412,7 @@ def _parse_captions(cell: Any, location: str) -> tuple[str, ...]:
     list of texts. location: names the cell's row in the message.
     """
     try:
-        return list_captions(cell)
+        return extract_captions(cell)
     except ValueError as error:
         raise ConfigError(f"{location}: {error}: name the column of texts, data.columns={{caption: NAME}}") from None
 

@@ -24,7 +24,7 @@ from dstrain.data.formats.labels import LABELS
 from dstrain.data.formats.splits import refuse_split_folders
 from dstrain.data.source import BadSample, convert_errors_to_bad_sample
 from dstrain.disk import small
-from dstrain.disk.texts import LONGEST_TEXT, parse_sidecar
+from dstrain.disk.texts import LONGEST_TEXT, parse_caption_file
 
 _TEXTS = (".txt", ".json")
 _LOOKED = 100  # so many of the first images are searched for captions beside them
@@ -107,7 +107,7 @@ class Beside(Folders):
             path = Path(self.root, file)
             try:
                 with convert_errors_to_bad_sample(file, path):
-                    captions = parse_sidecar(file, retry(partial(small.read_bytes, path, LONGEST_TEXT)))
+                    captions = parse_caption_file(file, retry(partial(small.read_bytes, path, LONGEST_TEXT)))
             except BadSample:
                 return _UNREADABLE
             if captions or file.lower().endswith(".txt"):

@@ -23,7 +23,7 @@ from dstrain.data.formats.hugging_face import iterate_file_names_by_suffix
 from dstrain.data.formats.shards import refuse_or_record_missing_shards
 from dstrain.data.formats.splits import find_split_in_path, is_split_name, refuse_split_folders_in_archive
 from dstrain.disk import small
-from dstrain.disk.texts import LONGEST_TEXT, clean_text, decode_text, find_json_captions, split_lines
+from dstrain.disk.texts import LONGEST_TEXT, decode_text, find_json_captions, split_lines, strip_space_and_bom
 from dstrain.recipe import ConfigError, NotRead
 
 MAX_BYTES = 1 << 28  # a member with more bytes is not read
@@ -244,11 +244,11 @@ class Tars(Layout):
             if suffix == "txt":
                 sample["txt"] = split_lines(text) or ("",)
             elif suffix == "cls":
-                sample["cls"] = clean_text(text) or None
+                sample["cls"] = strip_space_and_bom(text) or None
                 if sample["cls"] is None:
                     sample["damaged"] = member.name
             else:
-                section = small.parse_unambiguous_json(text)
+                section = small.parse_json_without_repeated_keys(text)
                 sample["captions"] = find_json_captions(section) if wants_captions else ()
                 label = section.get("label") if wants_labels and isinstance(section, dict) else None
                 sample["label"] = label if isinstance(label, str | int | float) else None  # not boxes, say

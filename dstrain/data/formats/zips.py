@@ -156,7 +156,7 @@ class Zips(Layout):
                 content = read_zip_member(self.files, zip_name, table.header_offset, packed, max(size, packed))
                 try:
                     labels = parse_dataset_json_labels(
-                        small.parse_unambiguous_json(content), self.root, self.request.key
+                        small.parse_json_without_repeated_keys(content), self.root, self.request.key
                     )
                 except ValueError as error:
                     raise ConfigError(f"its {LABELS} cannot be read ({error})") from None

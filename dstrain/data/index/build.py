@@ -305,7 +305,7 @@ def _make_index_on_disk(layout: Layout, folder: Path) -> Index:
         shutil.rmtree(old, ignore_errors=True)
         folder.rename(old)
         shutil.rmtree(old, ignore_errors=True)
-    atomic.publish_folder(building, folder)
+    atomic.flush_and_rename_folder(building, folder)
     return Index.open(folder)
 
 
@@ -364,7 +364,7 @@ def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout:
     Returns (None, 0) if there are no such columns, or if the command had another `plan`.
     """
     try:
-        lines.remove_partial_line(journal)
+        lines.remove_partial_last_line(journal)
         first, *rows = [json.loads(line) for line in journal.read_text().splitlines()]
         if first != plan or not rows:
             return None, 0

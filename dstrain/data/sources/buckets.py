@@ -251,7 +251,7 @@ def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
     write_checksums_beside(building / _MEMBERS, members)
     (building / "by_sample.bin").unlink()
     atomic.write_file(building / HEADER, sealed.render_sealed_json(header))
-    atomic.publish_folder(building, folder)
+    atomic.flush_and_rename_folder(building, folder)
 
 
 def _assign_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     records = [read_record(folder, None if len(folders) == 1 else name) for folder, name in zip(folders, names)]
     text = render_page(records)
     with explain_write_errors(f"--out {out}", "name a file in a folder that can be written"):
-        atomic.write_file(out, text.encode("utf-8", "replace"), make=make)  # a name may be no text
+        atomic.write_file(out, text.encode("utf-8", "replace"), make_parent=make)  # a name may be no text
     return out
 
 
