@@ -78,7 +78,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     lock = folders.lock_folder(run.directory) if first else nullcontext()  # one run in a folder
     limits = run.faults.hang_factor, run.faults.hang_seconds, 60 * run.faults.timeout_minutes
     stops = get_stops()
-    stops.watch_file_and_launchers(run.directory if first else None, run.faults.orphan_check)
+    stops.watch_stop_file_and_launchers(run.directory if first else None, run.faults.orphan_check)
     with lock, Watchdog(run.directory, *limits) as watchdog:
         training = set_up_training(run, settings, resume, watchdog, stops)
         try:
@@ -104,7 +104,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
     """
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
-    training.stops.defer_to_main_thread(_FIRST_STEP)  # so far all is saved, and so it is until the first step has ended
+    training.stops.defer_stops_to_main_thread(_FIRST_STEP)  # all is saved until the first step has ended
     left = measure_resumed_step(training, done)
     while done < run.steps and not (stop or left):
         training.watchdog.enter_phase(done + 1)
@@ -122,7 +122,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
                 training.saves.add_rollbacks_to_checkpoint(done)
             left = True
             break
-        training.stops.defer_to_main_thread(None)
+        training.stops.defer_stops_to_main_thread(None)
         training.ema.update(done, engines.collect_applied_flags())
         done += 1
         throughput.count_step(done, losses)
@@ -275,7 +275,7 @@ def take_step(
             tracker.add_terms(part, terms)
     if watched:  # what a system learns on the side, by all samples
         rows = {name: torch.cat([terms[name] for terms in watched]) for name in watched[0]}
-        system.observe(group.gather_in_order(rows.pop("position"), rows, sequence))
+        system.observe(group.gather_rows_by_position(rows.pop("position"), rows, sequence))
     return losses
 
 
@@ -283,7 +283,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
     """Joins the ranks, builds networks, engines and averages, loads weights, and writes the run's files."""
     folder, say = run.directory, get_phases().print_lines
     start_group(run.faults.timeout_minutes)
-    watchdog.start_publisher()
+    watchdog.start_status_exchange()
     options = {f"--{name.replace('_', '-')}": getattr(resume, name) for name in Resume.__dataclass_fields__}
     hosts.require_same_setup_on_all_ranks(run, settings | options)  # before anything is moved or written
     source, held_out_source = open_sources(run.data, run=folder)

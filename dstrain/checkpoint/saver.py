@@ -117,10 +117,10 @@ class Saver:
                 ) from failed.cause
             return
         if self._group is None:
-            self._group = group.make_host_group()
+            self._group = group.make_gloo_group()
 
         def run_in_thread() -> None:
-            with group.use_group(self._group):
+            with group.use_group_in_thread(self._group):
                 self._run_save(pending, lambda folder: write(folder, copies), need_bytes)
 
         # A daemon thread, so that a process whose peers are lost can end.

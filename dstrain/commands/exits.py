@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import NoReturn
 
 from dstrain.distributed import exit_codes
-from dstrain.distributed.environment import check_and_repair_environment
+from dstrain.distributed.environment import find_problems_or_repair_environment
 from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.presence import get_presence
 from dstrain.distributed.progress import get_phases
@@ -31,7 +31,7 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
     _shorten_busy_waits()
     began = _has_begun_process_group()
     try:
-        if problems := check_and_repair_environment():
+        if problems := find_problems_or_repair_environment():
             _print_problems(problems)
             raise SystemExit(exit_codes.WRONG_INPUT)
         if read_rank_and_world().world > 1:

@@ -16,7 +16,7 @@ from dstrain.commands.options.keep import KeepOptions
 from dstrain.commands.options.shipped import find_recipe
 from dstrain.disk.lines import append_lines
 from dstrain.distributed import exit_codes
-from dstrain.distributed.processes import list_descendants
+from dstrain.distributed.processes import list_descendant_pids
 from dstrain.recipe import ConfigError, Run, load_recipe
 from dstrain.runs import folders
 from dstrain.runs.hostfile import exclude_hosts_from_command, find_unreachable_hosts, read_hosts, require_enough_hosts
@@ -149,7 +149,7 @@ class _Supervisor:
         after faults.timeout_minutes.
         """
         end = time.monotonic() + 60 * self._run.faults.timeout_minutes
-        while rest := list_descendants(os.getpid()):
+        while rest := list_descendant_pids(os.getpid()):
             if time.monotonic() > end:
                 self._write_line(f"{len(rest)} processes of the last start still run and are killed")
                 for pid in rest:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from dstrain import __version__
 from dstrain.distributed.environment import open_closed_standard_streams
 from dstrain.distributed.processes import install_stack_dump_handler
-from dstrain.distributed.progress import get_phases, make_greeting
+from dstrain.distributed.progress import get_phases, make_greeting_line
 
 _BRIEF = {"--dry-run", "--print-config", "--help", "-h"}  # training that only prints what it is asked for
 
@@ -89,7 +89,7 @@ def start_verb(name: str) -> None:
         install_stack_dump_handler()
         if not _BRIEF.intersection(sys.argv):
             with suppress(ValueError):  # run_main reports what is wrong with a launcher's variables
-                get_phases().print_lines(make_greeting())
+                get_phases().print_lines(make_greeting_line())
     try:
         from dstrain.commands.exits import run_main
 

@@ -43,7 +43,7 @@ def run_verb(options: PlanOptions) -> None:
     ds_config = find_ds_config(options.ds_config)
     get_phases().enter_phase("counting")
     # SIGTERM interrupts as Ctrl-C does, and so ends the process that counts. The thread of `stops` would send it again.
-    get_stops().defer_to_main_thread(None)
+    get_stops().defer_stops_to_main_thread(None)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     asked = make_case(
         run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency

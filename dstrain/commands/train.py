@@ -18,7 +18,7 @@ def run_verb(options: TrainOptions) -> None:
     """Trains, and raises SystemExit with the exit code of training. With --print-config or --dry-run only checks the
     job, and prints it or that it is in order.
     """
-    get_stops().install_handlers(signal.SIGINT)
+    get_stops().install_signal_handlers(signal.SIGINT)
     trains, place = not (options.print_config or options.dry_run), read_rank_and_world()
     if trains and place.rank == 0 and place.world > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
         open_store()  # the other ranks come there, while this one lists data

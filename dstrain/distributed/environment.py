@@ -21,16 +21,20 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LO
 _DEBUG_LEVELS = ("OFF", "INFO", "DETAIL")
 
 
-def check_and_repair_environment() -> list[str]:
+def find_problems_or_repair_environment() -> list[str]:
     """Checks the environment of this process. Returns an error message for each fault; with several ranks it may take 5
     s to find one.
 
     If there is no fault, makes two repairs where they are needed: sets HOME to a private folder if it names no folder,
     and gives the sockets of worker processes a shorter path.
     """
-    problems = [*_list_launch_variable_problems(), *_list_temporary_folder_problems(), *_list_debug_level_problems()]
+    problems = [
+        *_describe_launch_variable_problems(),
+        *_describe_temporary_folder_problems(),
+        *_describe_debug_level_problems(),
+    ]
     if not problems:
-        _replace_home()
+        _replace_missing_home()
         problems += _shorten_socket_paths()
     return problems
 
@@ -61,7 +65,7 @@ def make_private_folder(name: str) -> Path:
     return folder / name
 
 
-def make_folder_and_check_access(folder: Path) -> bool:
+def try_to_make_writable_folder(folder: Path) -> bool:
     """Makes a folder if it is missing. Returns whether it is there and files can be written into it."""
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,10 +77,10 @@ def make_cache_folder(name: str) -> Path:
     or ~/.cache or, if it cannot be written there, in a private folder for temporary files.
     """
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / name
-    return folder if make_folder_and_check_access(folder) else make_private_folder(name)
+    return folder if try_to_make_writable_folder(folder) else make_private_folder(name)
 
 
-def _list_launch_variable_problems() -> Iterator[str]:
+def _describe_launch_variable_problems() -> Iterator[str]:
     """Yields a message for each fault in the environment variables by which the launcher tells the rank, the world size
     and the address of rank 0.
     """
@@ -93,12 +97,12 @@ def _list_launch_variable_problems() -> Iterator[str]:
         yield "MASTER_ADDR in the environment is empty: write the host of rank 0, or unset it"
     if place.world > 1:
         if host:
-            yield from _list_address_problems(host)
-        yield from _list_mpirun_address_problems(place)
-        yield from _list_interface_problems()
+            yield from _describe_address_problems(host)
+        yield from _describe_mpirun_address_problems(place)
+        yield from _describe_interface_problems()
 
 
-def _list_address_problems(host: str) -> Iterator[str]:
+def _describe_address_problems(host: str) -> Iterator[str]:
     """Yields a message if no address is found for the host of rank 0, after three attempts in 5 s. Without this check
     torch would try without end.
     """
@@ -113,7 +117,7 @@ def _list_address_problems(host: str) -> Iterator[str]:
     yield f"MASTER_ADDR={host} in the environment has no address ({fault}): write the host of rank 0, or unset it"
 
 
-def _list_mpirun_address_problems(place: Place) -> Iterator[str]:
+def _describe_mpirun_address_problems(place: Place) -> Iterator[str]:
     """Yields a message if mpirun has started ranks on several machines and MASTER_ADDR is not set, since mpirun does
     not tell the ranks an address.
     """
@@ -126,7 +130,7 @@ def _list_mpirun_address_problems(place: Place) -> Iterator[str]:
         )
 
 
-def _list_interface_problems() -> Iterator[str]:
+def _describe_interface_problems() -> Iterator[str]:
     """Yields a message for each network interface that is named in GLOO_SOCKET_IFNAME, but does not exist on this
     machine.
     """
@@ -136,7 +140,7 @@ def _list_interface_problems() -> Iterator[str]:
             yield f"GLOO_SOCKET_IFNAME={name} is no network interface of this machine: write one of {', '.join(there)}"
 
 
-def _list_temporary_folder_problems() -> Iterator[str]:
+def _describe_temporary_folder_problems() -> Iterator[str]:
     """Yields a message if there is no folder for temporary files that can be written."""
     try:
         tempfile.gettempdir()
@@ -144,14 +148,14 @@ def _list_temporary_folder_problems() -> Iterator[str]:
         yield f"TMPDIR: no folder for temporary files can be written ({error.strerror}): set TMPDIR to one that can"
 
 
-def _list_debug_level_problems() -> Iterator[str]:
+def _describe_debug_level_problems() -> Iterator[str]:
     """Yields a message if TORCH_DISTRIBUTED_DEBUG has a value with which torch cannot be imported."""
     level = os.environ.get("TORCH_DISTRIBUTED_DEBUG")
     if level and level.upper() not in _DEBUG_LEVELS:
         yield f"TORCH_DISTRIBUTED_DEBUG={level} in the environment is none of {', '.join(_DEBUG_LEVELS)}: unset it"
 
 
-def _replace_home() -> None:
+def _replace_missing_home() -> None:
     """Sets HOME to a private folder if it is empty or names no folder, since libraries write files there."""
     home = os.path.expanduser("~")
     if not os.path.isdir(home) or os.environ.get("HOME") == "":

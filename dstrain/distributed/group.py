@@ -82,11 +82,12 @@ def barrier() -> None:
         dist.barrier(group=_get_host_group())
 
 
-def leave_process_group(seconds: float = 60.0) -> None:
+def leave_process_group(max_wait: float = 60.0) -> None:
     """Destroys the process group at the end of a command, once no rank needs the connections any more. Call it on all
     ranks. Does nothing for one rank.
 
-    First waits until all ranks have called it. If a rank dies after that, the others wait at most `seconds` for it.
+    First waits until all ranks have called it. If a rank dies after that, the others wait at most `max_wait` seconds
+    for it.
     """
     # A barrier alone is not enough: the first rank that leaves it and ends closes connections that another rank may
     # still read from (gloo's issue 155), and when rank 0 ends, the store ends, too. So each rank writes into the store
@@ -95,7 +96,7 @@ def leave_process_group(seconds: float = 60.0) -> None:
     if world() == 1:
         return
     barrier()
-    store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=seconds)
+    store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=max_wait)
     try:
         for event, waits in (("out", True), ("left", rank() == 0)):
             if store.add(f"dstrain/{event}", 1) == world():
@@ -112,7 +113,7 @@ def clear_group_caches() -> None:
     """Forgets the groups that were made from the present process group, so that another process group can be started
     later.
     """
-    _make_host_group_unless_gloo.cache_clear()
+    _make_gloo_group_unless_default.cache_clear()
     get_neighbour_group.cache_clear()
 
 
@@ -169,14 +170,14 @@ def end_process(error: BaseException) -> None:
         os._exit(1)
 
 
-def open_store() -> dist.Store | None:
+def open_group_store() -> dist.Store | None:
     """Returns a new connection to the process group's store, by which ranks exchange small values; None if there is
     only one rank.
     """
     return dist.distributed_c10d._get_default_store().clone() if world() > 1 else None
 
 
-def make_host_group() -> dist.ProcessGroup | None:
+def make_gloo_group() -> dist.ProcessGroup | None:
     """Makes a new gloo group of all ranks and returns it; None if there is only one rank. It exchanges data through the
     host's memory, and so does not wait for the GPU's queue. Call it on all ranks.
     """
@@ -198,7 +199,7 @@ def get_neighbour_group(size: int) -> dist.ProcessGroup | None:
 
 
 @contextmanager
-def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
+def use_group_in_thread(group: dist.ProcessGroup | None) -> Iterator[None]:
     """Within the block, this thread exchanges data through the host's memory over `group`, so that its exchanges never
     mix with those of another thread. None stands for the gloo group of all ranks, which is also used after the block.
     Blocks must not be nested.
@@ -211,21 +212,21 @@ def use_group(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _get_host_group() -> dist.ProcessGroup | None:
-    """Returns the group over which this thread exchanges data through the host's memory: the one that `use_group` has
-    set, else a gloo group of all ranks. The first call makes this gloo group, on all ranks together. If torch's default
-    group is gloo itself, returns None, which stands for it.
+    """Returns the group over which this thread exchanges data through the host's memory: the one that
+    `use_group_in_thread` has set, else a gloo group of all ranks. The first call makes this gloo group, on all ranks
+    together. If torch's default group is gloo itself, returns None, which stands for it.
     """
-    return getattr(_thread, "group", None) or _make_host_group_unless_gloo()
+    return getattr(_thread, "group", None) or _make_gloo_group_unless_default()
 
 
 @functools.cache
-def _make_host_group_unless_gloo() -> dist.ProcessGroup | None:
-    return None if dist.get_backend() == "gloo" else make_host_group()
+def _make_gloo_group_unless_default() -> dist.ProcessGroup | None:
+    return None if dist.get_backend() == "gloo" else make_gloo_group()
 
 
 def is_true_on_any_rank(flag: bool) -> bool:
     """Returns, on every rank, whether `flag` is True on any rank. Call it on all ranks."""
-    return find_max_over_ranks(int(flag)) > 0
+    return compute_max_over_ranks(int(flag)) > 0
 
 
 class Ballot:
@@ -257,7 +258,7 @@ class Ballot:
         return bool(self._largest.numpy())
 
 
-def find_max_over_ranks(value: int) -> int:
+def compute_max_over_ranks(value: int) -> int:
     """Returns, on every rank, the largest `value` of all ranks. Call it on all ranks."""
     if world() == 1:
         return value
@@ -294,7 +295,7 @@ def _gather_padded(values: Tensor, counts: list[int]) -> Tensor:
     return torch.cat([part[:count] for part, count in zip(rows, counts)])
 
 
-def gather_in_order(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
+def gather_rows_by_position(positions: Tensor, rows: dict[str, Tensor], copies: int = 1) -> dict[str, Tensor]:
     """Returns, on every rank, the rows of all ranks, sorted by position: {name: (world * b / copies, ...)}. Call it on
     all ranks, with the same b.
 

@@ -44,7 +44,7 @@ class Pieces:
         if self._left > 0:
             return
         now = time.monotonic()
-        vote = group.find_max_over_ranks(int(1000 * (now - self._last)) + _STOP * self._stops.is_requested())
+        vote = group.compute_max_over_ranks(int(1000 * (now - self._last)) + _STOP * self._stops.is_requested())
         if vote >= _STOP:
             raise Stopped
         self._every = min(2 * self._every, max(1, self._every * _SECOND // max(1, vote)))

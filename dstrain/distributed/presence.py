@@ -55,9 +55,9 @@ class Presence:
             self._file = _write_process_file(folder)
         except OSError:
             return
-        threading.Thread(target=self._watch_others, name="presence", daemon=True).start()
+        threading.Thread(target=self._watch_other_ranks, name="presence", daemon=True).start()
 
-    def list_other_ranks(self) -> dict[int, Process]:
+    def find_other_ranks(self) -> dict[int, Process]:
         """Returns {rank: (pid, start time)} of the other ranks of this launch on this machine. Dead ones are among
         them; those that have called `mark_ended_and_clean_up` are not. Returns {} before `announce_and_watch_ranks`.
         """
@@ -81,7 +81,7 @@ class Presence:
                     shutil.rmtree(mine.parent)
                     mine.parent.parent.rmdir()  # unless there is another attempt
 
-    def _watch_others(self) -> None:
+    def _watch_other_ranks(self) -> None:
         """Looks every second for other ranks of this machine that have died. Once one has been dead for `patience`
         seconds, prints an error and ends this process with exit code 1. Never returns.
         """
@@ -89,7 +89,7 @@ class Presence:
         while True:
             time.sleep(1)
             dead = sorted(
-                (rank, pid) for rank, (pid, born) in self.list_other_ranks().items() if read_start_time(pid) != born
+                (rank, pid) for rank, (pid, born) in self.find_other_ranks().items() if read_start_time(pid) != born
             )
             since = (since or time.monotonic()) if dead else None
             if since and time.monotonic() - since > self._patience:

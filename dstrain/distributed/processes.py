@@ -18,27 +18,27 @@ def read_start_time(pid: int) -> str:
     """Returns the time at which a process started, in clock ticks as a string; "" if it has ended or is a zombie. So a
     later process with the same pid can be told apart.
     """
-    fields = _read_stat(pid)
+    fields = _read_stat_fields(pid)
     return fields[19] if len(fields) > 19 and fields[0] != "Z" else ""
 
 
 def is_suspended(pid: int) -> bool:
     """Returns whether a process is suspended, by SIGSTOP or by a debugger. Returns False if it has ended."""
-    return _read_stat(pid)[:1] in (["T"], ["t"])
+    return _read_stat_fields(pid)[:1] in (["T"], ["t"])
 
 
-def read_parent(pid: int) -> int:
+def read_parent_pid(pid: int) -> int:
     """Returns the pid of a process's parent; 0 if the process has ended."""
-    fields = _read_stat(pid)
+    fields = _read_stat_fields(pid)
     return int(fields[1]) if len(fields) > 1 else 0
 
 
-def list_descendants(pid: int) -> list[int]:
+def list_descendant_pids(pid: int) -> list[int]:
     """Returns the pids of a process's children, then of their children, and so on; without zombies. Raises
     FileNotFoundError if there is no /proc.
     """
     parents = {
-        int(name): read_parent(int(name))
+        int(name): read_parent_pid(int(name))
         for name in os.listdir("/proc")
         if name.isdigit() and read_start_time(int(name))
     }
@@ -49,7 +49,7 @@ def list_descendants(pid: int) -> list[int]:
     return line
 
 
-def read_command(pid: int) -> str:
+def read_command_line(pid: int) -> str:
     """Returns the command line of a process, with NUL between the words; "" if the process has ended or cannot be
     read.
     """
@@ -59,7 +59,7 @@ def read_command(pid: int) -> str:
         return ""
 
 
-def _read_stat(pid: int) -> list[str]:
+def _read_stat_fields(pid: int) -> list[str]:
     """Returns the fields of /proc/PID/stat, from the third one, the state, on; [] if the process has ended. The second
     field, the program's name, may contain blanks and brackets.
     """

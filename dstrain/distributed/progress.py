@@ -51,7 +51,7 @@ class Phases(AbstractContextManager):
         self.record_output()
         self._main = threading.get_ident()
         if read_rank_and_world().rank == 0:
-            threading.Thread(target=self._watch_silence, args=(self._left,), name="phases", daemon=True).start()
+            threading.Thread(target=self._print_heartbeat_lines, args=(self._left,), name="phases", daemon=True).start()
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -98,32 +98,32 @@ class Phases(AbstractContextManager):
         """
         self._heard = time.monotonic()
 
-    def print_fewer_silence_lines(self) -> None:
+    def print_fewer_heartbeat_lines(self) -> None:
         """Makes the "still ..." lines, which say what the main thread is doing, rarer. From now on only a phase that
         lasts longer than `quiet` seconds gets one. Training calls this, since it reports its steps itself.
         """
         self._settled = True
 
-    def redirect_silence_lines(self, write: Callable[[str], None]) -> None:
+    def redirect_heartbeat_lines(self, write: Callable[[str], None]) -> None:
         """From now on, calls `write` with each "still ..." line, which says what the main thread is doing, instead of
         writing the line to stderr. So it can be printed above a progress bar.
         """
         self._print = write
 
-    def _is_line_due(self, now: float) -> bool:
+    def _is_heartbeat_due(self, now: float) -> bool:
         """Returns whether to print a "still ..." line now: if nothing was printed for `quiet` seconds. After
-        `print_fewer_silence_lines`, the phase must also have lasted that long.
+        `print_fewer_heartbeat_lines`, the phase must also have lasted that long.
         """
         since = max(self._phase[1], self._heard) if self._settled else self._heard
         return now - since >= self._quiet
 
-    def _watch_silence(self, left: threading.Event) -> None:
+    def _print_heartbeat_lines(self, ended: threading.Event) -> None:
         """Prints a "still ..." line, which says what the main thread is doing, whenever nothing was printed for long.
-        Ends when `left` is set.
+        Ends when `ended` is set.
         """
-        while not left.wait(_TICK):
+        while not ended.wait(_TICK):
             now = time.monotonic()
-            if not self._is_line_due(now) or is_debugged(self._main):
+            if not self._is_heartbeat_due(now) or is_debugged(self._main):
                 continue
             phase, since = self._phase
             lasts = now - since
@@ -131,11 +131,11 @@ class Phases(AbstractContextManager):
             where, exchanges = find_current_line(self._main)
             waits = ", waiting for other ranks" if exchanges and read_rank_and_world().world > 1 else ""
             self.record_output()
-            if not left.is_set():
+            if not ended.is_set():
                 self._print(f"{begins}{waits}, at {where}")
 
 
-def make_greeting() -> str:
+def make_greeting_line() -> str:
     """Returns the line that a command prints first: version, rank, world size, process id, host and Python."""
     own = read_rank_and_world()
     return (

@@ -27,7 +27,7 @@ from typing import Any
 from dstrain.disk.owner import require_claim_not_lost
 from dstrain.distributed import exit_codes
 from dstrain.distributed.launcher import read_rank_and_world
-from dstrain.distributed.processes import read_command, read_parent, read_start_time
+from dstrain.distributed.processes import read_command_line, read_parent_pid, read_start_time
 from dstrain.distributed.progress import get_phases
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -61,17 +61,17 @@ class Stops:
         self.at_once, self.patience = at_once, _PATIENCE if at_once else None
         self._interrupted = self._left = False
         self._launchers = _find_launchers()
-        self.watch_file_and_launchers(folder, watch_launcher)
+        self.watch_stop_file_and_launchers(folder, watch_launcher)
         self._store: Any = None
         self._before: dict[int, Any] = {}
-        self.install_handlers(*(number for number in SIGNALS if number != signal.SIGINT or not at_once))
+        self.install_signal_handlers(*(number for number in SIGNALS if number != signal.SIGINT or not at_once))
         self._closed, self._main = threading.Event(), threading.get_ident()
         self._numbers, numbers = os.pipe()
         os.set_blocking(numbers, False)
         self._wakeup_before = signal.set_wakeup_fd(numbers, warn_on_full_buffer=False)
-        threading.Thread(target=self._watch_for_reasons, args=(numbers,), name="stops", daemon=True).start()
+        threading.Thread(target=self._watch_for_stop_reasons, args=(numbers,), name="stops", daemon=True).start()
 
-    def install_handlers(self, *numbers: int) -> None:
+    def install_signal_handlers(self, *numbers: int) -> None:
         """Installs handlers for the signals with these numbers, which make each such signal a reason to stop. Does not
         handle SIGHUP if it is ignored so far, as under nohup.
         """
@@ -79,7 +79,7 @@ class Stops:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before.setdefault(number, signal.signal(number, self._handle_signal))
 
-    def watch_file_and_launchers(self, folder: Path | None, launcher: bool = True) -> None:
+    def watch_stop_file_and_launchers(self, folder: Path | None, launcher: bool = True) -> None:
         """From now on, a file named `stop` in `folder` is a reason to stop; with None, no file is. If `launcher` is
         False, the end of the launcher is no longer a reason; a later call does not change this.
         """
@@ -90,7 +90,7 @@ class Stops:
         """Sets the store over which the ranks tell each other that they have a reason to stop."""
         self._store = store
 
-    def defer_to_main_thread(self, patience: float | None) -> None:
+    def defer_stops_to_main_thread(self, patience: float | None) -> None:
         """From now on, a reason to stop no longer raises Stopped: the main thread must call `is_requested`. Raises
         Stopped if a reason has raised it before, since other code may have caught it.
 
@@ -124,7 +124,7 @@ class Stops:
         first tells the other ranks over it that this rank stops, and gives them 2 seconds to read it.
         """
         if self._store is not None:
-            self._exchange_reasons_once()
+            self._exchange_stop_reasons_once()
             time.sleep(4 * _TICK)
         self.remove_stop_file()
         print(
@@ -146,8 +146,8 @@ class Stops:
         get_stops.cache_clear()
 
     def _handle_signal(self, number: int, frame: FrameType | None) -> None:
-        """Records a signal as the reason to stop. Raises Stopped at the first signal, unless `defer_to_main_thread` was
-        called. Raises KeyboardInterrupt at the second SIGINT.
+        """Records a signal as the reason to stop. Raises Stopped at the first signal, unless
+        `defer_stops_to_main_thread` was called. Raises KeyboardInterrupt at the second SIGINT.
         """
         if number == signal.SIGINT and self._interrupted:
             raise KeyboardInterrupt
@@ -157,9 +157,9 @@ class Stops:
             self._left = True
             raise Stopped
 
-    def _watch_for_reasons(self, numbers: int) -> None:
+    def _watch_for_stop_reasons(self, pipe_end: int) -> None:
         """Looks for reasons to stop until `restore_handlers_and_end_thread` is called. Ends the process if the main
-        thread has not ended it within `patience` seconds after a reason. numbers: the pipe's end into which Python
+        thread has not ended it within `patience` seconds after a reason. pipe_end: the pipe's end into which Python
         writes the numbers of signals.
         """
         heard: float | None = None
@@ -169,7 +169,7 @@ class Stops:
                 for number in os.read(self._numbers, 64):
                     if number in self._before:
                         self.reason = self.reason or signal.Signals(number).name
-            self._exchange_reasons_once()
+            self._exchange_stop_reasons_once()
             if not self.is_requested() or self._closed.is_set():
                 continue
             heard = heard or time.monotonic()
@@ -180,9 +180,9 @@ class Stops:
                 exit_codes.append_exit_code(exit_codes.STOPPED)
                 os._exit(exit_codes.STOPPED)
         os.close(self._numbers)
-        os.close(numbers)
+        os.close(pipe_end)
 
-    def _exchange_reasons_once(self) -> None:
+    def _exchange_stop_reasons_once(self) -> None:
         """Exchanges reasons to stop over the store, if there is one: tells the other ranks if this rank has a reason,
         else takes over that another rank has one. Rank 0 also writes how long ago it last made progress.
         """
@@ -201,7 +201,7 @@ class Stops:
 @functools.cache
 def get_stops() -> Stops:
     """Returns the single Stops of this process; the first call makes it. A reason to stop raises Stopped in the main
-    thread until the main thread calls `defer_to_main_thread`.
+    thread until the main thread calls `defer_stops_to_main_thread`.
     """
     return Stops(at_once=True)
 
@@ -222,11 +222,11 @@ def _find_launchers() -> list[tuple[int, str]]:
     launchers, pid = [], os.getppid()
     while pid > 1 and _is_launcher(pid):
         launchers.append((pid, read_start_time(pid)))
-        pid = read_parent(pid)
-    if launchers and _REMOTE in read_command(launchers[-1][0]):
-        if _is_shell(pid) and _REMOTE in read_command(pid):
-            pid = read_parent(pid)
-        if read_command(pid).startswith("sshd"):
+        pid = read_parent_pid(pid)
+    if launchers and _REMOTE in read_command_line(launchers[-1][0]):
+        if _is_shell(pid) and _REMOTE in read_command_line(pid):
+            pid = read_parent_pid(pid)
+        if read_command_line(pid).startswith("sshd"):
             launchers.append((pid, read_start_time(pid)))
     return launchers
 
@@ -237,11 +237,11 @@ def _is_launcher(pid: int) -> bool:
     """
     # A shell's script may be called deepspeed.sh, yet it launches no ranks. `dstrain keep` has the launcher's command
     # line after `--`.
-    words = read_command(pid).partition("\0--\0")[0].split("\0")[:4]
+    words = read_command_line(pid).partition("\0--\0")[0].split("\0")[:4]
     names = [Path(word).name for word in words]  # a folder, too, may be called deepspeed
     return not _is_shell(pid) and any(word in " ".join(names) for word in _LAUNCHERS)
 
 
 def _is_shell(pid: int) -> bool:
     """Returns whether a process runs a shell, such as bash, by the name of its program."""
-    return Path(read_command(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS
+    return Path(read_command_line(pid).partition("\0")[0]).name.removeprefix("-") in _SHELLS

@@ -93,11 +93,11 @@ class Watchdog(AbstractContextManager):
         install_stack_dump_handler()
         threading.Thread(target=self._watch_progress, name="watch", daemon=True).start()
 
-    def start_publisher(self) -> None:
+    def start_status_exchange(self) -> None:
         """Starts a thread by which the ranks tell each other whether they make progress, over the store of the process
         group. The group must be started. Does nothing if there is only one rank.
         """
-        if store := group.open_store():
+        if store := group.open_group_store():
             threading.Thread(
                 target=self._exchange_status_until_closed, args=(store,), name="publisher", daemon=True
             ).start()
@@ -122,25 +122,25 @@ class Watchdog(AbstractContextManager):
         if self._closed.is_set() or not (text := group.explain_lost_ranks(error)):
             return
         if self._overdue:
-            self._end_run([text], self._list_suspended_ranks())
+            self._end_hung_run([text], self._find_suspended_ranks())
         self._closed.set()
         if "timed out" in str(error).lower() or "timeout" in str(error).lower():
-            self._run_within(5, self._write_stacks)
-        self._signal_ranks(self._list_suspended_ranks(), signal.SIGKILL)
+            self._run_with_timeout(5, self._write_thread_stacks)
+        self._send_signal_to_ranks(self._find_suspended_ranks(), signal.SIGKILL)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is not None:
             self.handle_if_ranks_lost(error)
         self._closed.set()
 
-    def _find_last_progress(self) -> float:
+    def _find_time_of_last_progress(self) -> float:
         """Returns the time (time.monotonic) at which a piece of work last ended. During a step, only the work of the
         main thread counts; at other times also that of other threads, such as a save.
         """
         beside = 0.0 if self._now[0] == STEP else get_phases().beaten_beside
         return max(get_phases().beaten, beside, self._base)
 
-    def _choose_limit(self, phase: str) -> float:
+    def _choose_hang_limit(self, phase: str) -> float:
         """Returns how many seconds without progress are too long in a phase: `most`. In a step it may be fewer, by the
         median time of the steps so far.
         """
@@ -159,25 +159,27 @@ class Watchdog(AbstractContextManager):
             if now - last > _TICK + _SUSPENDED or is_debugged(self._main):
                 self._base = now
             last = now
-            overdue = now - self._find_last_progress() > self._choose_limit(self._now[0])
+            overdue = now - self._find_time_of_last_progress() > self._choose_hang_limit(self._now[0])
             began = began if self._overdue and overdue else now  # when it became overdue
             self._overdue = overdue
-            suspended = self._list_suspended_ranks() if overdue else set()
+            suspended = self._find_suspended_ranks() if overdue else set()
             reasons, at_fault = self._find_ranks_at_fault(now, began, suspended & before) if overdue else ([], set())
             before = suspended
             if reasons and not self._closed.is_set():
-                self._end_run(reasons, at_fault)
+                self._end_hung_run(reasons, at_fault)
 
-    def _find_ranks_at_fault(self, now: float, began: float, suspended: set[int]) -> tuple[list[str], set[int]]:
+    def _find_ranks_at_fault(self, now: float, overdue_since: float, suspended: set[int]) -> tuple[list[str], set[int]]:
         """Finds the ranks because of which the run hangs. Returns a line of text for each, and the set of ranks that
         must be killed, since they cannot end themselves. Returns nothing in both while the cause is not known, or while
         some rank still makes progress.
 
-        began       the time at which this rank had made no progress for too long
-        suspended   those ranks of this machine that are suspended
+        overdue_since   the time at which this rank had made no progress for too long
+        suspended       those ranks of this machine that are suspended
         """
         me = self._make_status()
-        heard = {rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(began, now - _SILENT)}
+        heard = {
+            rank: stand for rank, (stand, when) in dict(self._heard).items() if when > max(overdue_since, now - _SILENT)
+        }
         if suspended:
             return [
                 f"{self._describe_rank(rank)} is stopped, by SIGSTOP or a debugger" for rank in sorted(suspended)
@@ -185,7 +187,7 @@ class Watchdog(AbstractContextManager):
         if group.world() == 1:
             return [f"{me} hangs at {me.where}"], set()
         silent = [rank for rank in range(group.world()) if rank not in heard and rank != me.rank]
-        if (silent and now - began < _SILENT) or any(not stand.overdue for stand in heard.values()):
+        if (silent and now - overdue_since < _SILENT) or any(not stand.overdue for stand in heard.values()):
             return [], set()
         if me.rank and len(silent) == group.world() - 1:
             return [f"{self._describe_rank(0)}, through which the ranks hear of each other, does not answer"], {0}
@@ -197,7 +199,7 @@ class Watchdog(AbstractContextManager):
         """Returns what this rank tells the others about itself. `beat` is the number of this message."""
         phase, step, _ = self._now
         where, waits = find_current_line(self._main)
-        seconds = round(time.monotonic() - self._find_last_progress(), 1)
+        seconds = round(time.monotonic() - self._find_time_of_last_progress(), 1)
         return RankStatus(
             group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat
         )
@@ -229,30 +231,30 @@ class Watchdog(AbstractContextManager):
         except RuntimeError:  # the store has ended, and with it the run
             pass
 
-    def _list_suspended_ranks(self) -> set[int]:
+    def _find_suspended_ranks(self) -> set[int]:
         """Returns the other ranks of this machine whose processes are suspended, by SIGSTOP or by a debugger."""
         return {
             rank
-            for rank, (pid, born) in get_presence().list_other_ranks().items()
+            for rank, (pid, born) in get_presence().find_other_ranks().items()
             if read_start_time(pid) == born and is_suspended(pid)
         }
 
     def _describe_rank(self, rank: int) -> str:
         if rank in self._heard:
             return str(self._heard[rank][0])
-        pid = get_presence().list_other_ranks().get(rank)
+        pid = get_presence().find_other_ranks().get(rank)
         return f"rank {rank} on {socket.gethostname()} (process {pid[0]})" if pid else f"rank {rank}"
 
-    def _end_run(self, reasons: list[str], at_fault: set[int]) -> None:
+    def _end_hung_run(self, reasons: list[str], at_fault: set[int]) -> None:
         """Writes the stacks and the reasons, kills the ranks at fault on this machine, and ends this process with exit
         code 4. Gives each write 5 s at most, since disks may hang. Never returns.
         """
         self._ending.acquire()  # the watch and the main thread may both come here
-        self._signal_ranks(at_fault - self._list_suspended_ranks(), signal.SIGUSR2)  # they write their stacks on stderr
-        self._run_within(5, self._write_stacks)
-        self._run_within(5, self._report_hang, reasons)
+        self._send_signal_to_ranks(at_fault - self._find_suspended_ranks(), signal.SIGUSR2)  # they print their stacks
+        self._run_with_timeout(5, self._write_thread_stacks)
+        self._run_with_timeout(5, self._report_hang, reasons)
         time.sleep(2)  # the others find and write the same
-        self._signal_ranks(at_fault, signal.SIGKILL)
+        self._send_signal_to_ranks(at_fault, signal.SIGKILL)
         os._exit(exit_codes.HUNG)
 
     def _report_hang(self, reasons: list[str]) -> None:
@@ -270,7 +272,7 @@ class Watchdog(AbstractContextManager):
         if me.rank == 0 or (me.rank == 1 and reasons[0].startswith("rank 0 ")):
             append_lines(self._folder / "log.txt", f"{text}\n")
 
-    def _write_stacks(self) -> None:
+    def _write_thread_stacks(self) -> None:
         """Writes the stacks of all threads of this rank into a file in stacks/ of the run's folder; to stderr if the
         folder has no run.yaml.
         """
@@ -285,16 +287,16 @@ class Watchdog(AbstractContextManager):
             faulthandler.dump_traceback(file, all_threads=True)
 
     @staticmethod
-    def _signal_ranks(ranks: set[int], number: int) -> None:
-        """Sends the signal `number` to those of `ranks` that run on this machine and are alive, except to this rank
-        itself.
+    def _send_signal_to_ranks(ranks: set[int], signal_number: int) -> None:
+        """Sends the signal `signal_number` to those of `ranks` that run on this machine and are alive, except to this
+        rank itself.
         """
-        for rank, (pid, born) in get_presence().list_other_ranks().items():
+        for rank, (pid, born) in get_presence().find_other_ranks().items():
             if rank in ranks and read_start_time(pid) == born:
-                os.kill(pid, number)
+                os.kill(pid, signal_number)
 
     @staticmethod
-    def _run_within(seconds: float, work: Callable[..., None], *arguments: Any) -> None:
+    def _run_with_timeout(seconds: float, work: Callable[..., None], *arguments: Any) -> None:
         """Calls `work` in a new thread and waits for its end, at most `seconds`. After that the thread may still
         run.
         """
@@ -303,15 +305,15 @@ class Watchdog(AbstractContextManager):
         thread.join(seconds)
 
 
-def _describe_late_ranks(stands: list[RankStatus]) -> list[str]:
+def _describe_late_ranks(statuses: list[RankStatus]) -> list[str]:
     """Returns a line of text for each rank that the others wait for. These are the ranks that are in an earlier step
     than others. If all are in the same step, they are the ranks that do not wait in an exchange with others. If this
     singles out no rank, returns one line that refers to the stacks.
     """
-    stands = sorted(stands, key=lambda stand: stand.rank)
-    furthest = max(stand.step for stand in stands)
-    late = [stand for stand in stands if stand.step < furthest]
-    late = late or [stand for stand in stands if not stand.waits]
-    if not 0 < len(late) < len(stands):
-        return [f"all ranks are at {stands[0].where}: see their stacks"]
+    statuses = sorted(statuses, key=lambda stand: stand.rank)
+    furthest = max(stand.step for stand in statuses)
+    late = [stand for stand in statuses if stand.step < furthest]
+    late = late or [stand for stand in statuses if not stand.waits]
+    if not 0 < len(late) < len(statuses):
+        return [f"all ranks are at {statuses[0].where}: see their stacks"]
     return [f"{stand} is in {stand.phase} {stand.step} at {stand.where}, and the others wait for it" for stand in late]

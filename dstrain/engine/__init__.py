@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from dstrain.distributed.environment import make_folder_and_check_access, make_private_folder
+from dstrain.distributed.environment import make_private_folder, try_to_make_writable_folder
 from dstrain.recipe import ConfigError
 
 
@@ -52,5 +52,5 @@ def _set_variable_to_writable_folder(variable: str, default: str) -> None:
     the one for temporary files.
     """
     folder = Path(os.path.expanduser(os.environ.get(variable) or default))
-    usable = folder.is_absolute() and make_folder_and_check_access(folder)
+    usable = folder.is_absolute() and try_to_make_writable_folder(folder)
     os.environ[variable] = str(folder if usable else make_private_folder(f"{variable.lower()}-{folder.name}"))

@@ -59,7 +59,7 @@ def start_group(timeout_minutes: float = 30) -> None:
         group.barrier()
         _unlink_shared_buffers()
         if place.world > 1:
-            get_stops().set_store(group.open_store())
+            get_stops().set_store(group.open_group_store())
 
 
 def _write_rank_variables() -> Place:

@@ -96,7 +96,7 @@ class Tracker:
             from tqdm import tqdm
 
             self._bar = tqdm(total=steps, initial=resumed_step, unit="step", dynamic_ncols=True)
-            get_phases().redirect_silence_lines(self._print_line)
+            get_phases().redirect_heartbeat_lines(self._print_line)
         for line in get_phases().take_printed_lines():
             self._append_to_file("log.txt", line + "\n")
         facts = describe_machine(system) | ({"weights": weights} if weights else {})
@@ -143,7 +143,7 @@ class Tracker:
             "metrics.jsonl", _format_line({"step": done, **steady, "timing": timing | {"time": time.time()}})
         )
         self.log(self._format_log_line(done, values))
-        get_phases().print_fewer_silence_lines()
+        get_phases().print_fewer_heartbeat_lines()
         self._send_values(
             {f"train/{name}": value for name, value in steady.items()}
             | {f"timing/{name}": value for name, value in timing.items()},

@@ -254,7 +254,7 @@ def talk_while_saving(folder: Path) -> None:
         trial.values.fill_(10 * step + rank)
         trial.save(step)
         for number in range(200):
-            right &= group.find_max_over_ranks(number + rank) == number + 1
+            right &= group.compute_max_over_ranks(number + rank) == number + 1
             right &= group.broadcast_from_first((step, number, "main")) == (step, number, "main")
         if rank == 1:
             time.sleep(0.02 * step)  # the ranks' threads and main threads drift apart

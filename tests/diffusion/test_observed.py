@@ -34,7 +34,7 @@ def observe(rank: int, world: int) -> dict[str, Tensor]:
     for step in range(STEPS):
         micros = share(rank, world, step)
         rows = {name: torch.cat([micro[name] for micro in micros]) for name in micros[0]}
-        ordered = group.gather_in_order(rows.pop("position"), rows)
+        ordered = group.gather_rows_by_position(rows.pop("position"), rows)
         sampler.observe(ordered["t"], ordered["loss"])
     return sampler.state_dict() | ordered
 

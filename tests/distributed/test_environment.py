@@ -84,11 +84,11 @@ def test_no_folder_for_temporary_files(monkeypatch):
     """Oracle: Python's own search, where it finds none; and where only long ones are there."""
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/proc/none"])
-    assert [line.split(":")[0] for line in environment.check_and_repair_environment()] == ["TMPDIR"]
+    assert [line.split(":")[0] for line in environment.find_problems_or_repair_environment()] == ["TMPDIR"]
     monkeypatch.setattr(tempfile, "tempdir", "/proc/" + "x" * 80)
     monkeypatch.setattr(environment, "_SHORT", ("/proc/none",))
     monkeypatch.delitem(multiprocessing.process.current_process()._config, "tempdir", raising=False)
-    assert "set TMPDIR to a shorter folder" in "".join(environment.check_and_repair_environment())
+    assert "set TMPDIR to a shorter folder" in "".join(environment.find_problems_or_repair_environment())
 
 
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])

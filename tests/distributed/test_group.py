@@ -152,7 +152,7 @@ def test_one_process_is_the_identity(monkeypatch):
     assert (
         group.is_true_on_any_rank(True) is True
         and group.is_true_on_any_rank(False) is False
-        and group.find_max_over_ranks(-4) == -4
+        and group.compute_max_over_ranks(-4) == -4
     )
     assert (
         group.gather_objects({"a": 1}) == group.gather_on_first_rank({"a": 1}) == [{"a": 1}]
@@ -185,7 +185,7 @@ def exchanged(rank: int, rows: dict) -> dict:
         "counts": group.sum_over_ranks(torch.tensor(2**40 + rank)),
         "agree": [group.is_true_on_any_rank(bool(flag >> rank & 1)) for flag in range(4)],
         "votes": [voted(rank, wishes) for wishes in range(4)],
-        "max": [group.find_max_over_ranks(value) for value in (rank, -rank, 2**53 + rank, -(2**60) - rank)],
+        "max": [group.compute_max_over_ranks(value) for value in (rank, -rank, 2**53 + rank, -(2**60) - rank)],
         "objects": group.gather_objects({"rank": rank, "text": "x" * 1000 * rank}),
         "to first": group.gather_on_first_rank({"rank": rank, "text": "x" * 1000 * rank}),
         "rows": {
@@ -370,7 +370,12 @@ def _teams(rank: int) -> tuple[list[int], bool, dict, dict]:
     place, key = torch.tensor([5, 2] if rank < 2 else [1, 7]), torch.tensor([50, 20] if rank < 2 else [10, 70])
     rows = {"key": key, "rank": torch.full((2,), rank)}
     ranks = torch.distributed.get_process_group_ranks(team)
-    return ranks, team is again, group.gather_in_order(place, rows, copies=2), group.gather_in_order(place, rows)
+    return (
+        ranks,
+        team is again,
+        group.gather_rows_by_position(place, rows, copies=2),
+        group.gather_rows_by_position(place, rows),
+    )
 
 
 def test_neighbours_share_samples(tmp_path):

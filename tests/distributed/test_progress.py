@@ -66,14 +66,14 @@ def test_steps_that_are_reported_need_no_word(monkeypatch):
     one.record_output()
     now = 1019.0
     one.enter_phase("step 7")
-    assert [one._is_line_due(when) for when in (1019, 1020, 1038, 1039)] == [False, True, True, True]
-    one.print_fewer_silence_lines()
-    assert [one._is_line_due(when) for when in (1019, 1020, 1038, 1039)] == [False, False, False, True]
+    assert [one._is_heartbeat_due(when) for when in (1019, 1020, 1038, 1039)] == [False, True, True, True]
+    one.print_fewer_heartbeat_lines()
+    assert [one._is_heartbeat_due(when) for when in (1019, 1020, 1038, 1039)] == [False, False, False, True]
     now = 1030.0
     one.enter_phase("step 7")  # still
-    assert one._is_line_due(1039)
+    assert one._is_heartbeat_due(1039)
     one.enter_phase("step 8")
-    assert not one._is_line_due(1039) and one._is_line_due(1050)
+    assert not one._is_heartbeat_due(1039) and one._is_heartbeat_due(1050)
 
 
 def test_lines_are_kept_for_the_log(capsys, monkeypatch):

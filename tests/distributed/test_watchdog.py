@@ -30,16 +30,16 @@ class Noted:  # the ranks' store, which notes what the watchdog asks it for, and
         with open(folder / f"asked{group.rank()}", "a") as file:
             print(int(watchdog._overdue), *(key.rpartition("/")[2] for key in keys), file=file)
         return self.store.check(keys)
-opened = group.open_store
+opened = group.open_group_store
 def open_noted():
     store = opened()
     return None if store is None else Noted(store)  # a rank alone has none
-group.open_store = open_noted
+group.open_group_store = open_noted
 def hang():
     time.sleep(600)
 with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
     dist.init_process_group("gloo")
-    watchdog.start_publisher()
+    watchdog.start_status_exchange()
     for step in range(1, 10 ** 9):
         watchdog.enter_phase(step)
         if step == 40 and fault == "slow":
@@ -47,7 +47,7 @@ with Watchdog(folder, 20, float(sys.argv[4]), 600) as watchdog:
         if step == 40 and group.rank() == at_fault:
             (folder / "reached").touch()
             if fault == "sleep":
-                watchdog._run_within(600, hang)                  # as where a loader gives no batch
+                watchdog._run_with_timeout(600, hang)                  # as where a loader gives no batch
             if fault == "frozen":
                 ctypes.PyDLL(None).sleep(600)                # holds the interpreter's lock
             if fault == "slow":
@@ -126,7 +126,7 @@ def test_a_rank_that_does_not_come_is_named(ranks, tmp_path):
     assert codes == [4, 4, 4], outputs
     name = (
         rf"rank 1 on {socket.gethostname()} \(process {processes[1].pid}\) is in step 40 at watchdog.py:\d+ "
-        r"\(_run_within\), and the others wait for it"
+        r"\(_run_with_timeout\), and the others wait for it"
     )
     assert any(re.search(name, output) for output in outputs), outputs
     assert "hang" in (tmp_path / "stacks" / "step_00000040_rank_1.txt").read_text()
@@ -203,10 +203,10 @@ def test_the_limit_of_a_step(tmp_path):
 
     with Watchdog(tmp_path, 20, 120, 1800) as watchdog:
         watchdog._steps += [1, 10, 10, 900]
-        assert watchdog._choose_limit("step") == 1810  # too few steps for a median
+        assert watchdog._choose_hang_limit("step") == 1810  # too few steps for a median
         watchdog._steps.append(3)
-        assert watchdog._choose_limit("step") == 200 and watchdog._choose_limit("save of step") == 1810
+        assert watchdog._choose_hang_limit("step") == 200 and watchdog._choose_hang_limit("save of step") == 1810
         watchdog._steps += [0.1] * 20
-        assert watchdog._choose_limit("step") == 120
+        assert watchdog._choose_hang_limit("step") == 120
         watchdog._steps += [500] * 1001
-        assert watchdog._choose_limit("step") == 1810
+        assert watchdog._choose_hang_limit("step") == 1810

@@ -160,7 +160,7 @@ class Watched:
         """Of the step that has ended, in the order of the global batch; on all ranks together."""
         rows = {name: torch.cat([seen[name] for seen in self.seen]) for name in self.seen[0]}
         self.seen = []
-        return group.gather_in_order(rows["position"], rows)
+        return group.gather_rows_by_position(rows["position"], rows)
 
 
 class Trial:

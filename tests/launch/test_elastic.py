@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dstrain.distributed.processes import list_descendants
+from dstrain.distributed.processes import list_descendant_pids
 from tests.support.launch import ROOT, environment, free_port
 from tests.support.runs import RECIPE, ds_config, finish, metrics, read_world, train
 
@@ -56,7 +56,7 @@ class Agents:
 
     def kill(self, agent: subprocess.Popen) -> None:
         """Kills an agent and its ranks at once, as where their machine is lost."""
-        below = list_descendants(agent.pid)
+        below = list_descendant_pids(agent.pid)
         agent.kill()
         for pid in below:
             subprocess.run(["kill", "-9", str(pid)], check=False)
