@@ -72,7 +72,7 @@ def find_tag_folder(path: Path, tag: str | None = None) -> Path | None:
     return path / tag
 
 
-def read_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
+def read_deepspeed_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkpoint:
     """Returns the full weights in `folder`, the tag folder of a DeepSpeed checkpoint. Reads the pickles, but not yet
     the values of tensors.
 

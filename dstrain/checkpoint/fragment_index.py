@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dstrain.checkpoint.layout import Fragment, TensorLocator, name_shard
+from dstrain.checkpoint.layout import Fragment, TensorLocator, make_shard_file_name
 from dstrain.checkpoint.manifest import Digest
-from dstrain.checkpoint.safetensors_io import SIZES, Span, read_header, render_header
+from dstrain.checkpoint.safetensors_io import SIZES, Span, read_safetensors_header, render_safetensors_header
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError
 
 _TENSOR = "fragments"
 
 
-def name_index_file(part: str) -> str:
+def make_index_file_name(part: str) -> str:
     return f"index-{part}.safetensors"
 
 
@@ -42,19 +42,19 @@ class Rows(NamedTuple):
     hash: str
 
 
-def make_shard_index_rows(entries: Iterable[tuple[str, Fragment, Any]], written: dict[str, Any]) -> Rows:
+def make_shard_index_rows(entries: Iterable[tuple[str, Fragment, Any]], size_and_hash: dict[str, Any]) -> Rows:
     """Returns the index rows of one shard, one for each fragment. Leaves out empty fragments.
 
     entries: the (kind, fragment, values) that `fragments.write_shard` has written to the shard
-    written: the {size, hash} that `write_shard` has returned
+    size_and_hash: the {size, hash} that `write_shard` has returned
     """
     fragments = [(kind, fragment) for kind, fragment, *_ in entries if fragment.numel]
-    place = written["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
+    place = size_and_hash["size"] - SIZES["F32"] * sum(fragment.numel for _, fragment in fragments)  # behind the header
     table = np.zeros((len(fragments), 5), np.int64)
     for row, (kind, fragment) in zip(table, fragments):
         row[:] = _hash_tensor_key(kind, fragment.name), fragment.start, fragment.numel, 0, place
         place += SIZES["F32"] * fragment.numel
-    return Rows(list(dict.fromkeys(kind for kind, _ in fragments)), table, written["hash"])
+    return Rows(list(dict.fromkeys(kind for kind, _ in fragments)), table, size_and_hash["hash"])
 
 
 def write_indices(
@@ -70,7 +70,7 @@ def write_indices(
     if gathered is None:
         return {}
     return {
-        name_index_file(part): write_index(folder, part, [by_part[part] for by_part in gathered], shapes(part))
+        make_index_file_name(part): write_index(folder, part, [by_part[part] for by_part in gathered], shapes(part))
         for part in own
     }
 
@@ -84,9 +84,9 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
     table = np.concatenate([own.table for own in by_rank])
     table[:, 3] = np.repeat(np.arange(len(by_rank)), [len(own.table) for own in by_rank])
     table = np.ascontiguousarray(table[np.lexsort((table[:, 1], table[:, 0]))].T)  # (5, N)
-    path = folder / name_index_file(part)
+    path = folder / make_index_file_name(part)
     kinds = list(dict.fromkeys(kind for own in by_rank for kind in own.kinds))
-    header = render_header(
+    header = render_safetensors_header(
         path,
         [(_TENSOR, "I64", table.shape)],
         {
@@ -103,7 +103,7 @@ def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[s
             digest.update(data)
         file.flush()
         os.fsync(file.fileno())
-    return digest.make_entry()
+    return digest.make_manifest_entry()
 
 
 class FragmentIndex(TensorLocator):
@@ -113,9 +113,9 @@ class FragmentIndex(TensorLocator):
 
     def __init__(self, folder: Path, part: str) -> None:
         super().__init__(folder, part)
-        path, self.dtype = folder / name_index_file(part), "F32"
+        path, self.dtype = folder / make_index_file_name(part), "F32"
         try:
-            tensors, metadata = read_header(path)
+            tensors, metadata = read_safetensors_header(path)
             self._kinds = list(json.loads(metadata["kinds"]))
             self._shapes = {name: tuple(shape) for name, shape in json.loads(metadata["shapes"]).items()}
             self._shards, self._sealed, stored = int(metadata["shards"]), metadata["seal"], tensors[_TENSOR]
@@ -132,13 +132,15 @@ class FragmentIndex(TensorLocator):
         """Returns whether this index was made of the shards in a manifest: whether the manifest lists shards of the
         same names and hashes. files: the manifest's {name: {size, hash}}.
         """
-        names = [name_shard(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))]
+        names = [
+            make_shard_file_name(self.part, rank, self._shards) for rank in range(min(self._shards, len(files) + 1))
+        ]
         return (
             all(name in files for name in names)
             and _hash_shard_hashes(files[name]["hash"] for name in names) == self._sealed
         )
 
-    def list_kinds(self) -> list[str]:
+    def list_value_kinds(self) -> list[str]:
         return self._kinds
 
     def list_tensor_names(self, kind: str) -> list[str]:
@@ -148,20 +150,20 @@ class FragmentIndex(TensorLocator):
         return [name for name in self._shapes if self.has_tensor(kind, name)]
 
     def has_tensor(self, kind: str, name: str) -> bool:
-        first, last = self._find_columns(kind, name)
+        first, last = self._find_table_columns(kind, name)
         return first < last
 
-    def _find_shape(self, kind: str, name: str) -> tuple[int, ...]:
+    def _find_shape_of_kind(self, kind: str, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor. For a tensor whose shape is not in the index, such as an optimizer's 8-bit
         codes, returns (number of elements,).
         """
         if name in self._shapes:
             return self._shapes[name]
-        last = self._find_columns(kind, name)[1] - 1  # of codes of 8 bits, which are flat
+        last = self._find_table_columns(kind, name)[1] - 1  # of codes of 8 bits, which are flat
         return (int(self._table[1, last] + self._table[2, last]),)
 
     def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        first, last = self._find_columns(kind, name)
+        first, last = self._find_table_columns(kind, name)
         starts = self._table[1, first:last]
         begin = max(int(np.searchsorted(starts, start, "right")) - 1, 0)
         stop = int(np.searchsorted(starts, end)) + 1  # one more, which ends a gap
@@ -169,13 +171,13 @@ class FragmentIndex(TensorLocator):
         for _, element, numel, rank, place in self._table[:, first + begin : min(first + stop, last)].T.tolist():
             if not 0 <= rank < self._shards or numel < 0 or place < 0:
                 raise ConfigError(
-                    f"{self.folder / name_index_file(self.part)} names elements beyond the shards: it is damaged"
+                    f"{self.folder / make_index_file_name(self.part)} names elements beyond the shards: it is damaged"
                 )
-            path = self.folder / name_shard(self.part, rank, self._shards)
+            path = self.folder / make_shard_file_name(self.part, rank, self._shards)
             pieces.append((element, Span(path, place, SIZES[self.dtype] * numel)))
         return pieces
 
-    def _find_columns(self, kind: str, name: str) -> tuple[int, int]:
+    def _find_table_columns(self, kind: str, name: str) -> tuple[int, int]:
         """Returns (start, stop), the columns of the index's table that describe a tensor's fragments. start equals stop
         if the tensor has none.
         """

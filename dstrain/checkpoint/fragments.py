@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dstrain.checkpoint.fragment_index import FragmentIndex, name_index_file
-from dstrain.checkpoint.layout import SHARD, Fragment, Index, TensorLocator, name_shard
+from dstrain.checkpoint.fragment_index import FragmentIndex, make_index_file_name
+from dstrain.checkpoint.layout import SHARD, Fragment, Index, TensorLocator, make_shard_file_name
 from dstrain.checkpoint.manifest import THREADS, Digest, read_manifest
-from dstrain.checkpoint.safetensors_io import SIZES, Files, render_header
+from dstrain.checkpoint.safetensors_io import SIZES, Files, render_safetensors_header
 from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError
 
@@ -64,7 +64,7 @@ def write_shard(
             keys[key] = fragment, values.detach()
 
     index = {key: [list(f.shape), f.start, f.numel] for key, (f, _) in keys.items()}
-    header = render_header(
+    header = render_safetensors_header(
         Path(path),
         ((key, dtype, [fragment.numel]) for key, (fragment, _) in keys.items()),
         {**(metadata or {}), "fragments": json.dumps(index, separators=(",", ":"))},
@@ -83,10 +83,10 @@ def write_shard(
                 write_and_hash(memoryview(piece.contiguous().numpy()).cast("B"))
         file.flush()
         os.fsync(file.fileno())
-        return digest.make_entry()
+        return digest.make_manifest_entry()
 
 
-class _Reader(TensorLocator):
+class _TensorReader(TensorLocator):
     """Reads the elements of tensors from their files. The end of its `with` block closes the files; a later read opens
     them again.
     """
@@ -117,7 +117,7 @@ class _Reader(TensorLocator):
                 f"{self.part}: {name} has shape {tuple(shape)}, "
                 f"the checkpoint {self.folder} holds {self.find_shape(name)}"
             )
-        spans = self.find_spans(kind, name, start, None if numel is None else start + numel)
+        spans = self.find_byte_spans(kind, name, start, None if numel is None else start + numel)
         counts = [span.nbytes // SIZES[self.dtype] for span in spans]
         values = torch.empty(sum(counts), dtype=torch.float32 if self.dtype == "F32" else torch.int16)
         for span, piece in zip(spans, values.split(counts)):
@@ -126,17 +126,17 @@ class _Reader(TensorLocator):
         return values if self.dtype == "F32" else values.view(torch.bfloat16).float()
 
 
-class Shards(_Reader, Index):
+class Shards(_TensorReader, Index):
     """Reads the tensors of one part from all its shards in a folder; finds them by the headers of the shards.
 
     Raises ConfigError if a shard is missing or has a bad header, or one tensor has two shapes.
     """
 
     def __init__(self, folder: str | os.PathLike, part: str) -> None:
-        super().__init__(Path(folder), part, _list_shards(Path(folder), part))
+        super().__init__(Path(folder), part, _list_shard_names(Path(folder), part))
 
 
-class IndexedShards(_Reader, FragmentIndex):
+class IndexedShards(_TensorReader, FragmentIndex):
     """Reads as Shards does, but finds the tensors in the index file of the part, and reads no headers."""
 
 
@@ -145,14 +145,14 @@ def open_shards(folder: Path, part: str) -> Shards | IndexedShards:
     written. If the part's index file was made of these shards, finds tensors by this file. Otherwise reads the headers
     of all shards, and raises ConfigError if one is missing or malformed.
     """
-    if (folder / name_index_file(part)).is_file():  # earlier versions wrote none
+    if (folder / make_index_file_name(part)).is_file():  # earlier versions wrote none
         indexed = IndexedShards(folder, part)
         if indexed.matches_shards(read_manifest(folder)["files"]):
             return indexed
     return Shards(folder, part)
 
 
-def _list_shards(folder: Path, part: str) -> list[str]:
+def _list_shard_names(folder: Path, part: str) -> list[str]:
     """Returns the file names of a part's shards, in the order of ranks. Raises ConfigError if the shard of a rank is
     missing, or if there are shards of several world sizes.
     """
@@ -167,7 +167,7 @@ def _list_shards(folder: Path, part: str) -> list[str]:
     if len(worlds) > 1:
         raise ConfigError(f"{folder} holds shards of {part} of several world sizes: {sorted(worlds)}")
     world = worlds.pop()
-    missing = [name_shard(part, rank, world) for rank in range(world) if (rank, world) not in names]
+    missing = [make_shard_file_name(part, rank, world) for rank in range(world) if (rank, world) not in names]
     if missing or len(names) != world:
         raise ConfigError(f"{folder} lacks {', '.join(missing[:5])} ({len(names)} of {world} shards)")
     return [names[rank, world] for rank in range(world)]
@@ -211,7 +211,7 @@ class StoredWeight(torch.Tensor):
         return op(*args, **kwargs)
 
 
-def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
+def read_flattened_slice(value: Tensor, start: int, numel: int) -> Tensor:
     """Returns `numel` elements of the flattened tensor `value` from element `start` on. If `value` is a StoredWeight,
     reads only these elements from its files.
     """
@@ -220,9 +220,9 @@ def read_elements(value: Tensor, start: int, numel: int) -> Tensor:
     )
 
 
-def list_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
+def make_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
     """Returns {state-dict name: StoredWeight} of all weights: their values of one kind, such as "master" or an average.
     A frozen weight has no averages: its values are always the masters. A StoredWeight is a tensor whose values are read
     when they are needed.
     """
-    return {name: StoredWeight(shards, found, name) for name, found in shards.find_kinds_by_name(kind).items()}
+    return {name: StoredWeight(shards, found, name) for name, found in shards.choose_kind_of_each_tensor(kind).items()}

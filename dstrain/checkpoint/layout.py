@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from dstrain.checkpoint.safetensors_io import FLOATS, SIZES, Entry, Span, Stored, read_header
+from dstrain.checkpoint.safetensors_io import FLOATS, SIZES, Entry, Span, Stored, read_safetensors_header
 from dstrain.recipe import ConfigError
 
 COMMON = "common.safetensors"
@@ -46,7 +46,7 @@ class Fragment:
             )
 
 
-def name_shard(part: str, rank: int, world: int) -> str:
+def make_shard_file_name(part: str, rank: int, world: int) -> str:
     return f"{part}-{rank:05d}-of-{world:05d}.safetensors"
 
 
@@ -65,7 +65,7 @@ class TensorLocator(ABC):
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     @abstractmethod
-    def list_kinds(self) -> list[str]:
+    def list_value_kinds(self) -> list[str]:
         """Returns the kinds of values that the part's tensors are stored as: "master", the moments, "ema.DECAY", ..."""
 
     @abstractmethod
@@ -76,14 +76,14 @@ class TensorLocator(ABC):
     def has_tensor(self, kind: str, name: str) -> bool:
         """Returns whether the tensor `name` is stored as this kind."""
 
-    def find_kinds_by_name(self, kind: str) -> dict[str, str]:
+    def choose_kind_of_each_tensor(self, kind: str) -> dict[str, str]:
         """Returns {tensor name: kind to read} for a network whose weights are wanted as `kind`, for example an average.
         Tensors that are stored as `kind` are read as this kind, all others, such as frozen weights, as "master".
         """
         own = self.list_tensor_names(kind)
         return dict.fromkeys(self.list_tensor_names("master"), "master") | dict.fromkeys(own, kind)
 
-    def _find_shape(self, kind: str, name: str) -> tuple[int, ...]:
+    def _find_shape_of_kind(self, kind: str, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
     @abstractmethod
@@ -92,27 +92,27 @@ class TensorLocator(ABC):
         element. May leave out fragments that do not overlap the elements start .. end.
         """
 
-    def list_decays(self) -> list[float]:
+    def list_average_decays(self) -> list[float]:
         """Returns the decay, or relative width (EDM2), of each average of the weights, in the order of the recipe."""
-        return [float(kind.removeprefix("ema.")) for kind in self.list_kinds() if kind.startswith("ema.")]
+        return [float(kind.removeprefix("ema.")) for kind in self.list_value_kinds() if kind.startswith("ema.")]
 
     def find_shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor. Raises ConfigError if there is no such tensor; the message names the most
         similar one.
         """
         if name not in self._shapes:
-            raise self._make_unknown_error(name, self._shapes)
+            raise self._make_unknown_tensor_error(name, self._shapes)
         return self._shapes[name]
 
-    def find_spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
+    def find_byte_spans(self, kind: str, name: str, start: int = 0, end: int | None = None) -> list[Span]:
         """Returns the byte ranges, in shards, that hold the elements `start` to `end` - 1 of a flattened tensor: in
         order, and each element once. end: None means the end of the tensor.
 
         Raises ConfigError for an unknown tensor, or if elements lie outside of it or in no shard.
         """
         if not self.has_tensor(kind, name):
-            raise self._make_unknown_error(name, self.list_tensor_names(kind), kind)
-        shape = self._find_shape(kind, name)
+            raise self._make_unknown_tensor_error(name, self.list_tensor_names(kind), kind)
+        shape = self._find_shape_of_kind(kind, name)
         end = math.prod(shape) if end is None else end
         if not 0 <= start <= end <= math.prod(shape):
             raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of shape {shape}")
@@ -133,7 +133,7 @@ class TensorLocator(ABC):
             )
         return spans
 
-    def _make_unknown_error(self, name: str, names: Iterable[str], kind: str = "tensor") -> ConfigError:
+    def _make_unknown_tensor_error(self, name: str, names: Iterable[str], kind: str = "tensor") -> ConfigError:
         """Returns the error for a tensor `name` that the checkpoint lacks. Its message names the most similar one of
         `names`.
         """
@@ -157,7 +157,7 @@ class Index(TensorLocator):
         for pieces in (pieces for named in self.pieces.values() for pieces in named.values()):
             pieces.sort(key=lambda piece: (piece[0], -piece[1].nbytes))
 
-    def list_kinds(self) -> list[str]:
+    def list_value_kinds(self) -> list[str]:
         return list(self.pieces)
 
     def list_tensor_names(self, kind: str) -> list[str]:
@@ -176,7 +176,7 @@ class Index(TensorLocator):
         """
         entries: list[tuple[str, Fragment, Span]] = []
         try:
-            tensors, metadata = read_header(path)
+            tensors, metadata = read_safetensors_header(path)
             for key, (shape, start, numel) in json.loads(metadata.pop("fragments")).items():
                 kind, name = key.split("/", 1)
                 fragment = Fragment(name.partition("#")[0], tuple(shape), start, numel)  # name#2 is its third piece
@@ -213,14 +213,14 @@ class Fragments(Index):
         except ConfigError as error:
             raise make_damage_error(folder, str(error)) from None
 
-    def list_tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
+    def iterate_tensors(self, kind: str) -> Iterator[tuple[str, Stored]]:
         """Yields (name, location in files) of every weight, in the order of saving. The location is that of its values
         of this kind, for example an average; for a frozen weight that of its masters. Raises ConfigError if elements
         are in no shard.
         """
-        for name, found in self.find_kinds_by_name(kind).items():
+        for name, found in self.choose_kind_of_each_tensor(kind).items():
             try:
-                yield name, Stored(self.dtype, self.find_shape(name), tuple(self.find_spans(found, name)))
+                yield name, Stored(self.dtype, self.find_shape(name), tuple(self.find_byte_spans(found, name)))
             except ConfigError as error:
                 raise make_damage_error(self.folder, str(error)) from None
 
@@ -235,17 +235,17 @@ def find_reconstructed_folder(folder: Path, width: float, step: int | None, chec
     """
     paths = (folder / RECONSTRUCTED / repr(width)).glob("step_*")
     made = {int(path.name[5:]): path for path in paths if path.name[5:].isdigit()}
-    if not made or (checkpoint is not None and width in list_averages(checkpoint)):
+    if not made or (checkpoint is not None and width in collect_average_decays(checkpoint)):
         return None
     return made.get(max(made) if step is None else step)
 
 
-def list_averages(checkpoint: Path) -> set[float]:
+def collect_average_decays(checkpoint: Path) -> set[float]:
     """Returns the decays or relative widths of all averages of weights in a checkpoint, of all parts together. Raises
     ConfigError if a shard is damaged.
     """
     shards = [match for path in checkpoint.glob("*.safetensors") if (match := SHARD.fullmatch(path.name))]
-    return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).list_decays()}
+    return {number for match in shards for number in Index(checkpoint, match[1], [match[0]]).list_average_decays()}
 
 
 def iterate_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
@@ -253,7 +253,7 @@ def iterate_buffers(checkpoint: Path, part: str) -> Iterator[Entry]:
     of 16 bits become float32. Raises ConfigError if common.safetensors is missing or damaged.
     """
     try:
-        tensors, _ = read_header(checkpoint / COMMON)
+        tensors, _ = read_safetensors_header(checkpoint / COMMON)
     except FileNotFoundError:
         raise make_damage_error(checkpoint, f"{COMMON} is missing") from None
     except ConfigError as error:

@@ -101,7 +101,8 @@ def hash_files(folder: Path, names: list[str], sync: bool = False) -> dict[str, 
 class Digest:
     """Computes the size and hash of a file from its bytes while they are written, equal to those of `hash_files`.
 
-    With a `pool`, its threads hash whole blocks beside the writing: the bytes must stay as they are until `make_entry`.
+    With a `pool`, its threads hash whole blocks beside the writing: the bytes must stay as they are until
+    `make_manifest_entry`.
     """
 
     def __init__(self, pool: Executor | None = None) -> None:
@@ -122,9 +123,9 @@ class Digest:
                 self._pieces.append(piece)
             self.size, data = self.size + len(piece), data[len(piece) :]
             if self.size % _BLOCK_BYTES == 0:
-                self._end_block()
+                self._complete_block_hash()
 
-    def _end_block(self) -> None:
+    def _complete_block_hash(self) -> None:
         """Completes the hash of the present block of 64 MB; with a pool, hands the block to a thread."""
         if self._pool is None:
             self._whole.update(self._block.digest())
@@ -135,12 +136,12 @@ class Digest:
             while len(self._jobs) > THREADS:  # no more of the bytes is kept than this
                 self._whole.update(self._jobs.popleft().result())
 
-    def make_entry(self) -> dict[str, Any]:
+    def make_manifest_entry(self) -> dict[str, Any]:
         """Returns {"size": bytes, "hash": hex digits} of all bytes so far, as a manifest holds them. Waits for the
         threads. Call it once, after the last `update`.
         """
         if self.size % _BLOCK_BYTES or not self.size:
-            self._end_block()
+            self._complete_block_hash()
         while self._jobs:
             self._whole.update(self._jobs.popleft().result())
         return {"size": self.size, "hash": self._whole.hexdigest()}
@@ -153,21 +154,21 @@ def _hash_pieces(pieces: list[memoryview]) -> bytes:
     return digest.digest()
 
 
-def find_file_faults(folder: Path, names: list[str], listed: dict[str, dict]) -> list[str]:
-    """Returns a line about each named file in `folder` that is missing or differs from its {size, hash} in `listed`; []
-    if all are intact. If the storage fails, returns one line with its error alone.
+def find_file_faults(folder: Path, names: list[str], expected: dict[str, dict]) -> list[str]:
+    """Returns a line about each named file in `folder` that is missing or differs from its {size, hash} in `expected`;
+    [] if all are intact. If the storage fails, returns one line with its error alone.
     """
     try:
         sizes = {name: (folder / name).stat().st_size for name in names if (folder / name).is_file()}
-        actual = hash_files(folder, [name for name, size in sizes.items() if size == listed[name]["size"]])
+        actual = hash_files(folder, [name for name, size in sizes.items() if size == expected[name]["size"]])
     except OSError as error:
         return [f"{type(error).__name__}: {error}"]
     problems = []
     for name in names:
         if name not in sizes:
             problems.append(f"{name} is missing")
-        elif sizes[name] < listed[name]["size"]:
-            problems.append(f"{name} is truncated to {sizes[name]} of {listed[name]['size']} bytes")
-        elif actual.get(name) != listed[name]:
+        elif sizes[name] < expected[name]["size"]:
+            problems.append(f"{name} is truncated to {sizes[name]} of {expected[name]['size']} bytes")
+        elif actual.get(name) != expected[name]:
             problems.append(f"{name} has altered bytes")
     return problems

@@ -81,7 +81,7 @@ class Entry(NamedTuple):
         return self.source.numel * SIZES[self.dtype]
 
 
-def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
+def read_safetensors_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     """Returns {name: location and shape} of the tensors of a safetensors file, and the file's metadata. Reads no
     values. Raises ConfigError if it is no safetensors file or is truncated; the message does not name the file.
     """
@@ -106,7 +106,9 @@ def read_header(path: Path) -> tuple[dict[str, Stored], dict[str, str]]:
     return tensors, metadata
 
 
-def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]) -> bytes:
+def render_safetensors_header(
+    path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: dict[str, str]
+) -> bytes:
     """Returns the first bytes of a safetensors file: all that stands before the values. Raises ConfigError, which names
     `path`, if the header is longer than readers accept.
 
@@ -128,7 +130,7 @@ def render_header(path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]],
     return len(text).to_bytes(8, "little") + text
 
 
-def split_entries(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
+def split_entries_into_files(entries: list[Entry], shard_size: int) -> list[list[Entry]]:
     """Divides `entries`, in order, into lists of at most `shard_size` bytes, each for one file. A larger entry gets a
     list of its own.
     """
@@ -151,7 +153,7 @@ def write_model(
 
     progress: is called after each write, with its number of bytes
     """
-    files = split_entries(entries, shard_size)
+    files = split_entries_into_files(entries, shard_size)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     by_name = dict(zip(names, files)) if len(files) > 1 else {"model.safetensors": entries}
     folder.mkdir(parents=True, exist_ok=True)
@@ -180,23 +182,23 @@ def _write_safetensors_file(
     """
     # Readers want elements at multiples of their size.
     entries = sorted(entries, key=lambda entry: -SIZES[entry.dtype])
-    header = render_header(
+    header = render_safetensors_header(
         path, ((entry.name, entry.dtype, entry.source.shape) for entry in entries), {"format": "pt", **metadata}
     )
     digest, buffer = Digest(), memoryview(bytearray(CHUNK))
     with open(path, "wb", buffering=0) as out, Files() as files:
         digest.update(memoryview(header))
-        _write_all(out, memoryview(header))
+        _write_all_bytes(out, memoryview(header))
         for entry in entries:
-            for piece in convert_entry(entry, files, buffer):
+            for piece in iterate_converted_bytes(entry, files, buffer):
                 digest.update(piece)
-                _write_all(out, piece)
+                _write_all_bytes(out, piece)
                 progress(len(piece))
         os.fsync(out.fileno())
-    return digest.make_entry()
+    return digest.make_manifest_entry()
 
 
-def _write_all(file: BinaryIO, data: memoryview) -> None:
+def _write_all_bytes(file: BinaryIO, data: memoryview) -> None:
     """Writes all of `data` to an unbuffered file, one call of which may write only a part."""
     while data:
         data = data[file.write(data) :]
@@ -235,7 +237,7 @@ class Files:
             into = into[count:]
 
 
-def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
+def iterate_converted_bytes(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
     """Yields the values of a tensor as bytes, row-major and in the dtype of `entry`, in pieces. A tensor that is not
     row-major in its file comes in one piece. Raises ConfigError if a value is too large for the dtype.
 
@@ -248,11 +250,11 @@ def convert_entry(entry: Entry, files: Files, chunk: memoryview) -> Iterator[mem
             piece = buffer[: span.nbytes - start]
             files.read(Span(span.path, span.offset + start, len(piece)), piece)
             if source.strides is not None:
-                piece = _gather_strided_tensor(source, piece)
+                piece = _reorder_to_row_major(source, piece)
             yield piece if source.dtype == entry.dtype else _cast_floats(piece, source.dtype, entry)
 
 
-def _gather_strided_tensor(source: Stored, raw: memoryview) -> memoryview:
+def _reorder_to_row_major(source: Stored, raw: memoryview) -> memoryview:
     """Returns the values of a tensor that has strides, as bytes in row-major order. raw: the bytes of its storage."""
     import numpy as np
 

@@ -86,7 +86,7 @@ class Saver:
         extra: dict[str, Any] | None = None,
     ) -> None:
         """Saves `step`: every rank calls `write(folder, entries)` to write its files, then rank 0 writes the manifest
-        with `extra` (see Store.commit). First waits for the save before this one.
+        with `extra` (see Store.commit_save). First waits for the save before this one.
 
         A thread writes a copy of the values, and this method returns meanwhile. It returns only when all is written if
         saves are synchronous, if this is the `last` save, or if the two saves before this one have failed.
@@ -101,7 +101,7 @@ class Saver:
         self.wait_for_save()
         pending = _Pending(step, score, extra or {}, began)
         at_once = last or self._failures == _MAX_FAILURES - 1
-        copies = None if at_once else self._take_copies(entries)
+        copies = None if at_once else self._copy_entries_to_host(entries)
         if copies is None:
             self._pending = pending
             self._run_save(pending, lambda folder: write(folder, entries), need_bytes)
@@ -179,7 +179,7 @@ class Saver:
         """Returns whether a score is finite and lower than the scores of all checkpoints, including one that is being
         written. If no checkpoint has a score, any finite one is. Call it on all ranks; all get the same result.
         """
-        best, pending = self.store.find_best(), self._pending
+        best, pending = self.store.find_best_checkpoint(), self._pending
         scores = [best[1]] if best else []
         if pending is not None and _is_finite(pending.score) and not (pending.ended.is_set() and pending.error):
             scores.append(pending.score)
@@ -193,7 +193,7 @@ class Saver:
             self._pending.ended.wait()
             self.report_ended_save()
 
-    def _take_copies(self, entries: Entries) -> Entries | None:
+    def _copy_entries_to_host(self, entries: Entries) -> Entries | None:
         """Returns copies of the entries in the host's memory, from which a thread can write. Returns None on all ranks
         if saves are synchronous, or if some host lacks the memory for copies. In that case rank 0 reports it, and all
         later saves are synchronous. Call it on all ranks.
@@ -203,7 +203,7 @@ class Saver:
         shortage, copies = self._snapshot.find_memory_shortage(entries), None
         if shortage is None:
             try:
-                copies = self._snapshot.take_copies(entries)
+                copies = self._snapshot.copy_entries_to_host(entries)
             except (RuntimeError, MemoryError) as error:
                 shortage = f"rank {group.rank()} has no memory for a copy: {_get_first_line(error)}"
         shortages = [reason for reason in group.gather_objects(shortage) if reason is not None]
@@ -270,7 +270,7 @@ class HostCopies:
                 )
         return None
 
-    def take_copies(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
+    def copy_entries_to_host(self, entries: dict[str, list[Entry]]) -> dict[str, list[Entry]]:
         """Returns the entries, by part, with copies of their values in the host's memory. Waits until all is copied.
         The next call overwrites these copies.
         """
@@ -296,13 +296,13 @@ class HostCopies:
         buffer = torch.empty(numel, dtype=torch.float32)
         if torch.cuda.is_available() and numel:
             runtime, begin = torch.cuda.cudart(), buffer.data_ptr()
-            if _call_cuda(runtime.cudaHostRegister, begin, 4 * numel, 0):
+            if _call_cuda_runtime(runtime.cudaHostRegister, begin, 4 * numel, 0):
                 # Before the memory is given back, which another copy may then be given.
-                weakref.finalize(self, _call_cuda, runtime.cudaHostUnregister, begin).atexit = False
+                weakref.finalize(self, _call_cuda_runtime, runtime.cudaHostUnregister, begin).atexit = False
         return buffer
 
 
-def _call_cuda(call: Callable[..., Any], *arguments: int) -> bool:
+def _call_cuda_runtime(call: Callable[..., Any], *arguments: int) -> bool:
     """Calls a function of the CUDA runtime and returns whether it succeeded. After a failure clears CUDA's error state:
     otherwise the next kernel would raise that error.
     """

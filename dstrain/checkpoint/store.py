@@ -38,11 +38,11 @@ Hashes = dict[str, dict[str, Any]]  # size and hash of files by name
 _WRITTEN_BY = re.compile(r".*-(\d{5,})-of-\d{5,}\.\w+")
 
 _ASIDE = ".aside"
-ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"  # kinds of checkpoints, see Store.commit
+ROUTINE, STOP, TROUBLE = "routine", "stop", "trouble"  # kinds of checkpoints, see Store.commit_save
 
 
 class Store:
-    """Saves checkpoints in `folder`. Keeps the newest `keep`, the newest `keep` routine ones (see `commit`), those
+    """Saves checkpoints in `folder`. Keeps the newest `keep`, the newest `keep` routine ones (see `commit_save`), those
     whose step is a multiple of `keep_every` (0: none), and the best one.
 
     metric   the name of the score whose lowest value is the best
@@ -71,15 +71,15 @@ class Store:
     def save(
         self, step: int, write: Callable[[Path], Hashes | None], extra: dict | None = None, need_bytes: int = 0
     ) -> bool:
-        """Saves a step: calls `begin`, `write(folder)` on every rank, and `commit`. Returns whether there is now a
-        whole checkpoint of the step. Call it on all ranks.
+        """Saves a step: calls `begin_save`, `write(folder)` on every rank, and `commit_save`. Returns whether there is
+        now a whole checkpoint of the step. Call it on all ranks.
 
         write: writes this rank's files; returns {name: {size, hash}} of files that it has hashed and flushed to the
             disk already
-        extra: see `commit`
-        need_bytes: see `begin`
+        extra: see `commit_save`
+        need_bytes: see `begin_save`
         """
-        folder = self.begin(step, need_bytes)
+        folder = self.begin_save(step, need_bytes)
         if folder is None:
             return self.error is None
         failed, hashed = None, None
@@ -87,9 +87,9 @@ class Store:
             hashed = write(folder)
         except Exception as error:  # the other ranks wait in commit
             failed = describe_error(error)
-        return self.commit(step, extra, failed, hashed)
+        return self.commit_save(step, extra, failed, hashed)
 
-    def begin(self, step: int, need_bytes: int = 0) -> Path | None:
+    def begin_save(self, step: int, need_bytes: int = 0) -> Path | None:
         """Makes an empty temporary folder for the files of `step`, and returns it. Removes temporary folders of earlier
         attempts. Call it on all ranks.
 
@@ -99,11 +99,11 @@ class Store:
         cannot be made, for example for lack of space; then `error` says why.
         """
         self.error = None
-        if self.find_fault(step) is None:
+        if self.find_checkpoint_fault(step) is None:
             return None
         needed = sum(group.gather_objects(int(need_bytes)))
         self._mark = group.broadcast_from_first(owner.make_owner_mark())
-        tmp = self._make_path(step, f".{self._mark}.tmp")
+        tmp = self._make_step_path(step, f".{self._mark}.tmp")
 
         def prepare_folder() -> None:
             owner.require_claim_not_lost(self.folder)
@@ -118,12 +118,12 @@ class Store:
         self.error = self._run_on_rank_0(prepare_folder)
         return tmp if self.error is None else None
 
-    def commit(
+    def commit_save(
         self, step: int, extra: dict | None = None, failed: str | None = None, hashed: Hashes | None = None
     ) -> bool:
-        """Turns the files that the ranks have written since `begin` into a checkpoint: writes the manifest, renames the
-        folder, and deletes outdated checkpoints. Returns whether this succeeded; if not, the temporary folder is
-        deleted, and older checkpoints stay. Call it on all ranks.
+        """Turns the files that the ranks have written since `begin_save` into a checkpoint: writes the manifest,
+        renames the folder, and deletes outdated checkpoints. Returns whether this succeeded; if not, the temporary
+        folder is deleted, and older checkpoints stay. Call it on all ranks.
 
         failed: why this rank could not write its files; None: it could
         hashed: {name: {size, hash}} of files that this rank has hashed while it wrote them
@@ -135,7 +135,7 @@ class Store:
 
         A STOP checkpoint replaces no routine one. A TROUBLE one replaces none, and is deleted after a newer one.
         """
-        tmp = self._make_path(step, f".{self._mark}.tmp")
+        tmp = self._make_step_path(step, f".{self._mark}.tmp")
         self.error = find_first_failure(group.gather_objects(failed))
         if self.error is None:
             files, self.error = hash_all_files(tmp, hashed or {}, self._finish)
@@ -159,7 +159,7 @@ class Store:
         self._run_on_rank_0(self._delete_outdated_steps)
         return True
 
-    def find_best(self) -> tuple[int, float] | None:
+    def find_best_checkpoint(self) -> tuple[int, float] | None:
         """Returns (step, score) of the checkpoint with the lowest finite score of this store's `metric`; the first one
         if several have it. Returns None if no checkpoint has a score of this metric.
         """
@@ -187,20 +187,20 @@ class Store:
         """
 
         def write_entries() -> None:
-            body = read_manifest(self._make_path(step))
+            body = read_manifest(self._make_step_path(step))
             body["extra"] |= entries
-            atomic.write_file(self._make_path(step) / NAME, render_sealed_json(body), make_parent=False)
+            atomic.write_file(self._make_step_path(step) / NAME, render_sealed_json(body), make_parent=False)
             self._delete_outdated_steps()
 
         self._run_on_rank_0(write_entries)
 
-    def list_rollback_steps(self, before: int, bad_from: int | None = None) -> list[int]:
+    def list_rollback_steps(self, before: int, latest_rollback: int | None = None) -> list[int]:
         """Returns the steps, at most `before`, to which a run in trouble may go back: those of routine checkpoints; if
         there are none, those of checkpoints at which the run was stopped. Does not verify their files. Call it on all
         ranks.
 
-        bad_from: the step of the latest rollback, which did not help if it is still the newest of these steps: then
-            returns only earlier ones. None: there was no rollback
+        latest_rollback: the step of the latest rollback, which did not help if it is still the newest of these steps:
+            then returns only earlier ones. None: there was no rollback
         """
         kinds = {
             step: extra.get("kind", ROUTINE)
@@ -209,11 +209,11 @@ class Store:
         by_kind = [
             [step for step, kind in kinds.items() if kind == wanted and step <= before] for wanted in (ROUTINE, STOP)
         ]
-        if bad_from is not None and max(by_kind[0] or by_kind[1], default=None) == bad_from:
-            by_kind = [[step for step in steps if step < bad_from] for steps in by_kind]
+        if latest_rollback is not None and max(by_kind[0] or by_kind[1], default=None) == latest_rollback:
+            by_kind = [[step for step in steps if step < latest_rollback] for steps in by_kind]
         return by_kind[0] or by_kind[1]
 
-    def find_newest(
+    def find_newest_checkpoint(
         self, report: Callable[[str], None] = print, among: list[int] | None = None
     ) -> tuple[int, Path] | None:
         """Returns (step, folder) of the newest checkpoint whose files are whole; None if there is none. Passes over a
@@ -223,12 +223,12 @@ class Store:
         among: the steps to look at; None: all
         """
         for step in sorted(group.broadcast_from_first(self.list_steps()) if among is None else among, reverse=True):
-            reason = self.find_fault(step)
+            reason = self.find_checkpoint_fault(step)
             if reason is None:
-                return step, self._make_path(step)
+                return step, self._make_step_path(step)
             self.damaged.add(step)
             if _is_first_rank():
-                report(f"checkpoint {self._make_path(step)} is damaged and passed over: {reason}")
+                report(f"checkpoint {self._make_step_path(step)} is damaged and passed over: {reason}")
         return None
 
     def list_steps(self) -> list[int]:
@@ -250,32 +250,32 @@ class Store:
             owner.require_claim_not_lost(self.folder)
             for step in reversed([step for step in self.list_steps() if step > after]):
                 with suppress(OSError):
-                    owner.remove_path(self._make_path(step, _ASIDE))  # of an earlier time
-                os.rename(self._make_path(step), self._make_path(step, _ASIDE))
+                    owner.remove_path(self._make_step_path(step, _ASIDE))  # of an earlier time
+                os.rename(self._make_step_path(step), self._make_step_path(step, _ASIDE))
             atomic.fsync_folder(self.folder)
             self._write_pointer_file("newest", after)
 
         if reason := self._run_on_rank_0(rename_newer_steps):
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
-    def restore_step(self, step: int) -> None:
+    def rename_step_back(self, step: int) -> None:
         """Undoes `set_newer_steps_aside` for one step: gives its checkpoint the old name. Ignores failures. Call it on
         all ranks.
         """
-        self._run_on_rank_0(lambda: os.rename(self._make_path(step, _ASIDE), self._make_path(step)))
+        self._run_on_rank_0(lambda: os.rename(self._make_step_path(step, _ASIDE), self._make_step_path(step)))
 
-    def find_fault(self, step: int) -> str | None:
+    def find_checkpoint_fault(self, step: int) -> str | None:
         """Returns what is damaged, missing or unusable in the checkpoint of a step, as a text; None if it is whole.
         Each rank hashes a share of the files. Call it on all ranks; all get the same result.
         """
-        path, body = self._make_path(step), {}
+        path, body = self._make_step_path(step), {}
 
-        def read_step_manifest() -> None:
+        def load_step_manifest() -> None:
             body.update(read_manifest(path))
             if body["step"] != step:
                 raise ConfigError(f"{NAME} is of step {body['step']}")
 
-        if reason := self._run_on_rank_0(read_step_manifest):
+        if reason := self._run_on_rank_0(load_step_manifest):
             return reason
         files = group.broadcast_from_first(body)["files"]
         largest_first = sorted(files, key=lambda name: (-files[name]["size"], name))
@@ -296,10 +296,10 @@ class Store:
         for step in self.list_steps():
             if step not in self.damaged:
                 with suppress(OSError, ValueError):
-                    extras[step] = read_manifest(self._make_path(step))["extra"]
+                    extras[step] = read_manifest(self._make_step_path(step))["extra"]
         return extras
 
-    def _make_path(self, step: int, suffix: str = "") -> Path:
+    def _make_step_path(self, step: int, suffix: str = "") -> Path:
         return self.folder / f"step_{step:08d}{suffix}"
 
     def _publish_step(self, step: int, tmp: Path, body: dict) -> None:
@@ -309,23 +309,23 @@ class Store:
         atomic.write_file(tmp / NAME, render_sealed_json(body), make_parent=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.fsync_folder(folder)
-        final = self._make_path(step)
+        final = self._make_step_path(step)
         owner.require_claim_not_lost(final)
-        if final.exists():  # damaged, or `begin` would have ended
-            os.rename(final, self._make_path(step, ".damaged.tmp"))
+        if final.exists():  # damaged, or `begin_save` would have ended
+            os.rename(final, self._make_step_path(step, ".damaged.tmp"))
         os.rename(tmp, final)
         atomic.fsync_folder(self.folder)
 
     def _write_pointer_file(self, pointer: str, step: int) -> None:
         """Writes the name of a step's folder into the file "newest" or "best"."""
-        atomic.write_file(self.folder / pointer, f"{self._make_path(step).name}\n", make_parent=False)
+        atomic.write_file(self.folder / pointer, f"{self._make_step_path(step).name}\n", make_parent=False)
 
     def _delete_outdated_steps(self) -> None:
         """Writes the file `best`, then deletes the checkpoints that need not be kept. A checkpoint that is damaged, or
         was saved in trouble, is deleted once there is a newer one. One that a process is reading is never deleted.
         """
         owner.require_claim_not_lost(self.folder)
-        best = self.find_best()
+        best = self.find_best_checkpoint()
         if best:
             self._write_pointer_file("best", best[0])
         steps, extras = self.list_steps(), self._read_manifest_extras()
@@ -338,7 +338,7 @@ class Store:
         keep.update(extras.get(newest, {}).get("stays", ()))
         outdated = [(step, "") for step in steps if step not in keep and step < newest]
         for step, suffix in outdated + [(step, _ASIDE) for step in self.list_steps_put_aside() if step <= newest]:
-            path, gone = self._make_path(step, suffix), self._make_path(step, f"{suffix}.gone.tmp")
+            path, gone = self._make_step_path(step, suffix), self._make_step_path(step, f"{suffix}.gone.tmp")
             if owner.is_held(path):
                 continue
             # A crash must not leave half a step_N. Whoever has begun to read it meanwhile gets it back.

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dstrain.checkpoint.layout import COMMON, name_shard
+from dstrain.checkpoint.layout import COMMON, make_shard_file_name
 from dstrain.checkpoint.manifest import NAME, read_manifest
 from dstrain.disk.modes import apply_umask
 from dstrain.recipe import ConfigError
@@ -65,7 +65,7 @@ def parse_recovery_state(saved: Any) -> State:
         raise ConfigError(f"its course is malformed: {where}: {error.errors()[0]['msg']}") from None
 
 
-def read_counters(path: Path) -> dict[str, dict[str, Any]]:
+def read_part_counters(path: Path) -> dict[str, dict[str, Any]]:
     """Returns {part: counters} from the metadata of common.safetensors in a checkpoint folder: for example how many
     updates were made and skipped. Raises ConfigError if the counters are missing or malformed.
     """
@@ -87,7 +87,7 @@ def read_recovery_state(path: Path) -> State:
     Earlier versions wrote no record. Then the number of skipped steps is the largest among the parts' counters, and
     other fields have their defaults.
     """
-    skipped = max((part["skipped"] for part in read_counters(path).values()), default=0)
+    skipped = max((part["skipped"] for part in read_part_counters(path).values()), default=0)
     return parse_recovery_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
 
 
@@ -105,8 +105,11 @@ def require_loadable_checkpoint(path: Path) -> None:
     counters are malformed, or if its manifest does not list a file that loading would read.
     """
     read_recovery_state(path)
-    body, parts = read_manifest(path), list(read_counters(path))
-    required = {COMMON, *(name_shard(part, rank, body["world"]) for part in parts for rank in range(body["world"]))}
+    body, parts = read_manifest(path), list(read_part_counters(path))
+    required = {
+        COMMON,
+        *(make_shard_file_name(part, rank, body["world"]) for part in parts for rank in range(body["world"])),
+    }
     present = [*path.glob("*.safetensors"), *(file for part in parts for file in (path / "deepspeed" / part).glob("*"))]
     names = {file.relative_to(path).as_posix() for file in present if not file.is_dir()}
     if unlisted := sorted((required | names) - body["files"].keys()):

@@ -229,7 +229,7 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
     plan = Plan({}, {}, _describe_checkpoint(checkpoint, body, recipe), recipe=recipe)
     parts = [order.part] if order.part else parts
     fragments_of = {part: layout.Fragments(checkpoint, part, files) for part in parts}
-    decays = {part: fragments.list_decays() for part, fragments in fragments_of.items()}
+    decays = {part: fragments.list_average_decays() for part, fragments in fragments_of.items()}
     used = {COMMON}
     for part, fragments in fragments_of.items():
         kind = _choose_weights_kind(order, checkpoint, part, decays)
@@ -238,11 +238,11 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
             if not native.is_dir():
                 raise layout.make_damage_error(checkpoint, f"deepspeed/{part}/, which holds its weights, is missing")
             used |= {name for name in files if name.startswith(f"deepspeed/{part}/")}
-            merged = deepspeed_files.read_checkpoint(native, order.trust_pickle, DTYPES[order.dtype])
+            merged = deepspeed_files.read_deepspeed_checkpoint(native, order.trust_pickle, DTYPES[order.dtype])
             plan.parts[part], plan.tied[part] = merged.entries, merged.tied
         else:
             used |= set(fragments.files)
-            entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in fragments.list_tensors(kind)]
+            entries = [Entry(name, tensor, DTYPES[order.dtype]) for name, tensor in fragments.iterate_tensors(kind)]
             plan.parts[part] = entries + list(layout.iterate_buffers(checkpoint, part))
         plan.weights[part] = "raw" if kind == "master" else kind.replace("ema.", "ema:", 1)
     plan.to_verify = sum(files[name]["size"] for name in used)
@@ -340,7 +340,7 @@ def _plan_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
             f"--weights {order.weights}: {folder} is DeepSpeed's own checkpoint, which holds no "
             "averages: take --weights raw"
         )
-    merged = deepspeed_files.read_checkpoint(folder, order.trust_pickle, DTYPES[order.dtype])
+    merged = deepspeed_files.read_deepspeed_checkpoint(folder, order.trust_pickle, DTYPES[order.dtype])
     facts = {"seed": None, **merged.facts, "tag": folder.name}
 
     def verify_checksums(update: Update) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.checkpoint.fragments import write_shard
-from dstrain.checkpoint.layout import COMMON, Fragment, name_shard
+from dstrain.checkpoint.layout import COMMON, Fragment, make_shard_file_name
 from dstrain.checkpoint.store import Store
 from dstrain.commands.job import load_checked_recipe
 from dstrain.commands.options.import_weights import ImportOptions
@@ -80,7 +80,7 @@ def _write_checkpoint(folder: Path, system: System, values: Mapping[str, Mapping
                 raise ConfigError(f"{name} of the {part} holds values that are not finite: fetch the file again")
         trained = {name: values[part][name] for name, _ in network.named_parameters()}
         write_shard(
-            folder / name_shard(part, 0, 1),
+            folder / make_shard_file_name(part, 0, 1),
             (
                 ("master", Fragment(name, tuple(value.shape), 0, value.numel()), value.float().flatten())
                 for name, value in trained.items()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, name_shard
+from dstrain.checkpoint.layout import COMMON, RECONSTRUCTED, make_shard_file_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.commands.evaluating import sweep
@@ -126,7 +126,7 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
         raise ConfigError(f"--step {step}{before} of {folder}; there are {listed}")
     whole = []
     for number in steps[: steps.index(step) + 1]:
-        if fault := store.find_fault(number):
+        if fault := store.find_checkpoint_fault(number):
             if number == step:
                 raise ConfigError(
                     f"the snapshot of step {step} in {store.folder} is damaged ({fault}): take another --step"
@@ -144,7 +144,7 @@ def _has_made_average(store: Store, step: int, origin: dict[str, Any]) -> bool:
     """Returns whether the store holds a whole average at `step` that was made from the snapshots that `origin`
     describes. Call it on all ranks.
     """
-    made = step in group.broadcast_from_first(store.list_steps()) and store.find_fault(step) is None
+    made = step in group.broadcast_from_first(store.list_steps()) and store.find_checkpoint_fault(step) is None
     return made and origin.items() <= read_manifest(_make_step_path(store, step))["extra"].items()
 
 
@@ -175,7 +175,7 @@ def _write_averages(
     folders = {}
     get_phases().enter_phase(f"writing averages of step {last.step}")
     for width, store in stores.items():
-        folder = store.begin(last.step, need * len(stores) if group.rank() == 0 else 0)
+        folder = store.begin_save(last.step, need * len(stores) if group.rank() == 0 else 0)
         if folder is None:
             raise ConfigError(f"--ema {width}: {store.error}")
         folders[width] = folder
@@ -183,7 +183,7 @@ def _write_averages(
     failed, share = None, (group.rank(), group.world())
     try:
         for part in parts:
-            name = name_shard(part.part, *share)
+            name = make_shard_file_name(part.part, *share)
             entries = part.write([folder / name for folder in folders.values()], list(folders), *share)
             for width, entry in zip(folders, entries):
                 hashed[width][name] = entry
@@ -192,7 +192,7 @@ def _write_averages(
     except (OSError, ConfigError) as error:  # the other ranks wait in commit
         failed = str(error)
     for width, store in stores.items():
-        if not store.commit(last.step, extras[width], failed, hashed[width]):
+        if not store.commit_save(last.step, extras[width], failed, hashed[width]):
             raise ConfigError(f"--ema {width}: {store.error}")
 
 

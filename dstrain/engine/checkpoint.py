@@ -25,8 +25,8 @@ from torch import Tensor
 
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragment_index import make_shard_index_rows, write_indices
-from dstrain.checkpoint.fragments import list_stored_weights, open_shards, write_shard
-from dstrain.checkpoint.layout import COMMON, name_shard
+from dstrain.checkpoint.fragments import make_stored_weights, open_shards, write_shard
+from dstrain.checkpoint.layout import COMMON, make_shard_file_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.saver import Entries, Saver
 from dstrain.checkpoint.store import ROUTINE, STOP, TROUBLE, Hashes, Store
@@ -119,7 +119,7 @@ class Checkpoints:
         if not steps:
             self.averages.set_newer_steps_aside(0)
             return 0
-        newest = self.store.find_newest(self.saver.report)
+        newest = self.store.find_newest_checkpoint(self.saver.report)
         if newest is None:
             raise ConfigError(
                 f"none of the {len(steps)} checkpoints in {self.store.folder} is whole; see the reasons "
@@ -134,8 +134,8 @@ class Checkpoints:
             if step not in aside:
                 listed = ", ".join(map(str, sorted({*steps, *aside}))) or "none"
                 raise ConfigError(f"--step {step}: {self.store.folder} holds no such checkpoint; it holds {listed}")
-            self.store.restore_step(step)
-        newest = self.store.find_newest(self.saver.report, among=[step])
+            self.store.rename_step_back(step)
+        newest = self.store.find_newest_checkpoint(self.saver.report, among=[step])
         if newest is None:
             raise ConfigError(f"--step {step}: that checkpoint is not whole; see the reason above")
         self._resume_from_checkpoint(*newest)
@@ -178,7 +178,7 @@ class Checkpoints:
                 f"The run has gone back {course.rollbacks} times (faults.max_rollbacks="
                 f"{course.faults.max_rollbacks}: a higher number lets it go back again)"
             )
-        elif (newest := self.store.find_newest(self.saver.report, among=steps)) is None:
+        elif (newest := self.store.find_newest_checkpoint(self.saver.report, among=steps)) is None:
             reason = "No checkpoint from before that is left to go back to"
         elif (newest[1] / "deepspeed").is_dir() and not self._trust_pickle:
             reason = "The checkpoints are DeepSpeed's own files, which only --trust-pickle reads"
@@ -272,7 +272,7 @@ class Checkpoints:
                     engine.save_checkpoint(
                         str(folder / "deepspeed"), tag=part, client_state=make_universal_info(), save_latest=False
                     )
-        names = {part: name_shard(part, group.rank(), group.world()) for part in entries}
+        names = {part: make_shard_file_name(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
         self._rows = {part: make_shard_index_rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
@@ -327,7 +327,7 @@ class Checkpoints:
                 f"{path} holds DeepSpeed's own files, and reading them runs what is pickled in them: if "
                 "you know where they come from, give --trust-pickle"
             )
-        common, counters = load_file(path / COMMON), validate.read_counters(path)
+        common, counters = load_file(path / COMMON), validate.read_part_counters(path)
         if counters.keys() != self._engines.keys():
             raise ConfigError(
                 f"{path} holds the networks {', '.join(counters)}; this run trains "
@@ -351,7 +351,7 @@ class Checkpoints:
                 saved = {name: shards.find_shape(name) for name in shards.list_tensor_names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.list_shapes(part).items()}
                 validate.require_same_shapes(path, part, saved, expected)
-                held = {kind for kind in shards.list_kinds() if not kind.startswith("ema.")} - {"master", *CODES}
+                held = {kind for kind in shards.list_value_kinds() if not kind.startswith("ema.")} - {"master", *CODES}
                 # They differ only after --allow-change: the recipe is compared before.
                 if anew := held != set(masters.moment_kinds):
                     masters.reset_optimizer_state()
@@ -364,10 +364,10 @@ class Checkpoints:
                 if anew and kind in masters.moment_kinds:
                     continue
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
-                source = kind if kind in shards.list_kinds() else "master"
+                source = kind if kind in shards.list_value_kinds() else "master"
                 if source != kind and group.rank() == 0:
                     self.saver.report(f"{path.name} holds no {kind} of {part}: it starts from the weights")
-                if source in shards.list_kinds():
+                if source in shards.list_value_kinds():
                     for fragment, view in masters.list_views(flats):
                         view.copy_(shards.read(source, fragment.name, fragment.start, fragment.numel, fragment.shape))
                     if kind in masters.moment_kinds:
@@ -428,14 +428,14 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
                 f"{path} holds the weights of {part} in DeepSpeed's own files: merge them with "
                 f"`dstrain consolidate {path} --weights raw --trust-pickle --out DIR`, or take an EMA"
             )
-        if kind not in shards.list_kinds():
-            raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.list_kinds())}")
+        if kind not in shards.list_value_kinds():
+            raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.list_value_kinds())}")
         weights = (
-            list_stored_weights(shards, kind)
+            make_stored_weights(shards, kind)
             if not at_once
             else {
                 name: shards.read(k, name).reshape(shards.find_shape(name))
-                for name, k in shards.find_kinds_by_name(kind).items()
+                for name, k in shards.choose_kind_of_each_tensor(kind).items()
             }
         )
     return weights | validate.select_and_strip_prefix(load_file(path / COMMON), f"buffer/{part}/")
@@ -445,7 +445,7 @@ def read_ema_decays(path: Path, part: str) -> list[float]:
     """Returns the decays and widths by which the averages of a part are named in a checkpoint, in the order of the
     recipe.
     """
-    return open_shards(path, part).list_decays()
+    return open_shards(path, part).list_average_decays()
 
 
 def _list_saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dstrain.checkpoint.fragments import Fragment, read_elements
+from dstrain.checkpoint.fragments import Fragment, read_flattened_slice
 from dstrain.distributed import group
 from dstrain.engine.optimizers import (
     CODES,
@@ -220,7 +220,7 @@ class Masters(Updates):
             own.setdefault(fragment.name, []).append((fragment, view))
         for name, value in values:
             for fragment, view in own.get(name, ()):
-                view.copy_(read_elements(value, fragment.start, fragment.numel))
+                view.copy_(read_flattened_slice(value, fragment.start, fragment.numel))
 
     def copy_masters_to_network(self) -> None:
         """Copies the masters into the weights that the network computes with. Drops ZeRO++'s second copies of frozen

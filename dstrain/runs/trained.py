@@ -60,7 +60,7 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
             steps = ", ".join(map(str, store.list_steps())) or "none"
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
         return require_whole_checkpoint(own)
-    newest = store.find_newest()
+    newest = store.find_newest_checkpoint()
     if ema is not None and (made := find_reconstructed_folder(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
             print(

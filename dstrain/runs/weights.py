@@ -19,7 +19,7 @@ from dstrain.checkpoint import deepspeed_files, torch_files
 from dstrain.checkpoint.fragments import StoredWeight
 from dstrain.checkpoint.layout import RECONSTRUCTED
 from dstrain.checkpoint.manifest import CONSOLIDATED, find_file_faults
-from dstrain.checkpoint.safetensors_io import CHUNK, Files, convert_entry, render_header
+from dstrain.checkpoint.safetensors_io import CHUNK, Files, iterate_converted_bytes, render_safetensors_header
 from dstrain.checkpoint.store import Store
 from dstrain.checkpoint.validate import require_loadable_checkpoint
 from dstrain.disk import owner
@@ -54,7 +54,7 @@ def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None
         path = path.parent  # the names in it are those of diffusers
     if (path / "checkpoints").is_dir():
         with hold_checkpoints_while_choosing((path / "checkpoints").glob("step_*[0-9]")) as keep:
-            newest = Store(path / "checkpoints", check=require_loadable_checkpoint).find_newest()
+            newest = Store(path / "checkpoints", check=require_loadable_checkpoint).find_newest_checkpoint()
             if newest is None:
                 raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
             path = keep(newest[1])
@@ -154,15 +154,15 @@ def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
     """Reads fp32 weights and buffers, by state-dict name, from a folder that DeepSpeed's ds_to_universal has made.
     Executes nothing that is pickled there. Raises ConfigError if a file is damaged.
     """
-    merged = deepspeed_files.read_checkpoint(folder, trusted=True, dtype="F32")
+    merged = deepspeed_files.read_deepspeed_checkpoint(folder, trusted=True, dtype="F32")
     for span, crc in merged.sums.items():
         if torch_files.is_altered(span, crc):
             raise ConfigError(f"weights: {folder} is damaged ({span.path} is altered): copy it again")
     state, buffer = {}, memoryview(bytearray(CHUNK))
     with Files() as files:
         for entry in merged.entries:
-            header = render_header(folder, [(entry.name, entry.dtype, entry.source.shape)], {})
-            pieces = (bytes(piece) for piece in convert_entry(entry, files, buffer))
+            header = render_safetensors_header(folder, [(entry.name, entry.dtype, entry.source.shape)], {})
+            pieces = (bytes(piece) for piece in iterate_converted_bytes(entry, files, buffer))
             state |= load_bytes(b"".join([header, *pieces]))
     return state
 
@@ -265,7 +265,7 @@ def require_whole_checkpoint(checkpoint: Path) -> Path:
     """Compares a checkpoint's files with their hashes. Returns `checkpoint`, or raises ConfigError if a file is missing
     or damaged.
     """
-    if fault := Store(checkpoint.parent, check=require_loadable_checkpoint).find_fault(
+    if fault := Store(checkpoint.parent, check=require_loadable_checkpoint).find_checkpoint_fault(
         int(checkpoint.name.removeprefix("step_"))
     ):
         raise ConfigError(f"checkpoint {checkpoint} is damaged ({fault}): take another step")

@@ -42,7 +42,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.checkpoint.safetensors_io import read_header
+from dstrain.checkpoint.safetensors_io import read_safetensors_header
 from dstrain.disk.sealed import render_sealed_json
 
 RANKS = 2
@@ -146,7 +146,7 @@ def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[
     import torch
     from safetensors.torch import save_file
 
-    from dstrain.checkpoint.fragments import Fragment, name_shard, write_shard
+    from dstrain.checkpoint.fragments import Fragment, make_shard_file_name, write_shard
 
     step.mkdir(parents=True)
     for rank in range(RANKS):
@@ -159,7 +159,7 @@ def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[
             for kind in ("master", "exp_avg", "exp_avg_sq", "ema.0.9999")
             for name, shape in shapes.items()
         ]
-        write_shard(step / name_shard("network", rank, RANKS), entries)
+        write_shard(step / make_shard_file_name("network", rank, RANKS), entries)
     save_file({"system/seen": torch.zeros(1)}, step / "common.safetensors", {"counters": "{}"})
     body: dict[str, Any] = {
         "files": hash_files(step, sorted(path.name for path in step.iterdir())),
@@ -221,7 +221,7 @@ def same(a: Path, b: Path) -> bool:
         hashes = {}
         for path in sorted(folder.glob("*.safetensors")):
             with open(path, "rb") as file:
-                for name, tensor in read_header(path)[0].items():
+                for name, tensor in read_safetensors_header(path)[0].items():
                     file.seek(tensor.spans[0].offset)
                     hashes[f"{name} {tensor.shape}"] = hashlib.blake2b(file.read(tensor.spans[0].nbytes)).digest()
         return hashes

@@ -199,7 +199,7 @@ def test_how_many_classes_are_named(tmp_path, count, more):
         for kind in classes:
             del globals()[kind.__name__]
     with pytest.raises(ValueError, match=rf"asks for (\S+ ){{5}}\S+Class5{more}: if you know"):
-        deepspeed_files.read_checkpoint(tmp_path, False, "F32")
+        deepspeed_files.read_deepspeed_checkpoint(tmp_path, False, "F32")
 
 
 def test_older_files(saved, tmp_path):

@@ -120,7 +120,7 @@ def altered(path: Path, **changes) -> None:
 
 
 def read(folder: Path) -> tuple[dict[str, Tensor], deepspeed_files.Checkpoint]:
-    checkpoint = deepspeed_files.read_checkpoint(folder, True, "F32")
+    checkpoint = deepspeed_files.read_deepspeed_checkpoint(folder, True, "F32")
     write_model(folder / "out", checkpoint.entries, 10**9, {}, lambda count: None)
     return load_file(folder / "out" / "model.safetensors"), checkpoint
 

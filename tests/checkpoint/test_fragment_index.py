@@ -10,16 +10,22 @@ import torch
 from safetensors import safe_open
 
 from dstrain.checkpoint import safetensors_io
-from dstrain.checkpoint.fragment_index import FragmentIndex, Rows, make_shard_index_rows, name_index_file, write_index
+from dstrain.checkpoint.fragment_index import (
+    FragmentIndex,
+    Rows,
+    make_index_file_name,
+    make_shard_index_rows,
+    write_index,
+)
 from dstrain.checkpoint.fragments import (
     Fragment,
     IndexedShards,
     Shards,
     StoredWeight,
-    list_stored_weights,
-    name_shard,
+    make_shard_file_name,
+    make_stored_weights,
     open_shards,
-    read_elements,
+    read_flattened_slice,
     write_shard,
 )
 from dstrain.checkpoint.manifest import NAME, hash_files
@@ -49,11 +55,11 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
         entries.sort(key=lambda entry: kinds.index(entry[0]) if entry[0] in kinds else len(kinds))
         own.append(
             make_shard_index_rows(
-                entries, write_shard(folder / name_shard("net", rank, world), entries, {"part": "net"})
+                entries, write_shard(folder / make_shard_file_name("net", rank, world), entries, {"part": "net"})
             )
         )
-    assert {name_index_file("net"): write_index(folder, "net", own, SHAPES)} == hash_files(
-        folder, [name_index_file("net")]
+    assert {make_index_file_name("net"): write_index(folder, "net", own, SHAPES)} == hash_files(
+        folder, [make_index_file_name("net")]
     )
     seal(folder)
     return truth
@@ -69,11 +75,11 @@ def test_every_run_of_elements(tmp_path, world):
     """Oracle: torch's own slices of the tensors that were written, and the headers; codes are known by their rows."""
     truth = write(tmp_path, world)
     index, headers = open_shards(tmp_path, "net"), Shards(tmp_path, "net")
-    assert isinstance(index, IndexedShards) and set(index.list_kinds()) == {*KINDS, "state1"} == set(
-        headers.list_kinds()
+    assert isinstance(index, IndexedShards) and set(index.list_value_kinds()) == {*KINDS, "state1"} == set(
+        headers.list_value_kinds()
     )
     assert (
-        index.list_decays() == [0.99]
+        index.list_average_decays() == [0.99]
         and index.list_tensor_names("master") == list(SHAPES)
         and index.list_tensor_names("state1") == []
     )
@@ -83,26 +89,26 @@ def test_every_run_of_elements(tmp_path, world):
             assert name not in SHAPES or index.find_shape(name) == tuple(values.shape)
             for start, end in itertools.combinations(range(0, values.numel() + 1, 3), 2):
                 assert torch.equal(index.read(kind, name, start, end - start), values.flatten()[start:end])
-                assert index.find_spans(kind, name, start, end) == headers.find_spans(kind, name, start, end)
+                assert index.find_byte_spans(kind, name, start, end) == headers.find_byte_spans(kind, name, start, end)
     for kind, name, message in (("master", "d.weigth", "nearest is d.weight"), ("ema.0.5", "a", "no ema.0.5 named a")):
         with pytest.raises(ConfigError, match=message):
             index.read(kind, name)
     with pytest.raises(ConfigError, match="elements 3 .. 65 of c are outside of shape"):
-        index.find_spans("master", "c", 3, 65)
-    shard = tmp_path / name_shard("net", world - 1, world)
+        index.find_byte_spans("master", "c", 3, 65)
+    shard = tmp_path / make_shard_file_name("net", world - 1, world)
     write_shard(shard, [("master", Fragment("z", (2,), 0, 2), torch.ones(2))])  # somebody's own shard, sealed
     seal(tmp_path)
     other = open_shards(tmp_path, "net")
     assert type(other) is Shards and other.read("master", "z").tolist() == [1.0, 1.0]
-    (tmp_path / name_index_file("net")).unlink()  # as earlier versions have written checkpoints
+    (tmp_path / make_index_file_name("net")).unlink()  # as earlier versions have written checkpoints
     assert type(open_shards(tmp_path, "net")) is Shards
 
 
 def test_the_library_reads_it(tmp_path, synced):
     """Oracle: the safetensors library, and the order by key and first element; forced to the disk as a whole."""
     write(tmp_path, 3)
-    assert synced[name_index_file("net")] == (tmp_path / name_index_file("net")).stat().st_size
-    with safe_open(tmp_path / name_index_file("net"), "np") as file:
+    assert synced[make_index_file_name("net")] == (tmp_path / make_index_file_name("net")).stat().st_size
+    with safe_open(tmp_path / make_index_file_name("net"), "np") as file:
         table = file.get_tensor("fragments")
     assert table.shape[0] == 5 and set(table[3]) == {0, 1, 2}
     assert np.array_equal(np.lexsort((table[1], table[0])), np.arange(table.shape[1]))
@@ -114,25 +120,27 @@ def test_gaps_and_nothing(tmp_path):
     messages = []
     for shards in (Shards(tmp_path, "net"), FragmentIndex(tmp_path, "net")):
         with pytest.raises(ConfigError, match="are in no shard of") as error:
-            shards.find_spans("master", "c")
+            shards.find_byte_spans("master", "c")
         messages.append(str(error.value))
     assert messages[0] == messages[1]
     write_index(tmp_path, "none", [Rows([], np.zeros((0, 5), np.int64), "")], {})
     nothing = FragmentIndex(tmp_path, "none")
-    assert nothing.list_kinds() == nothing.list_tensor_names("master") == [] and not nothing.has_tensor("master", "a")
+    assert nothing.list_value_kinds() == nothing.list_tensor_names("master") == [] and not nothing.has_tensor(
+        "master", "a"
+    )
 
 
 @pytest.mark.parametrize("row, value", [(3, 7), (3, -1), (2, -5), (4, -8)])
 def test_rows_that_lie(tmp_path, row, value):
     """Oracle: by hand: a shard or a place that there is not is refused before a file is opened."""
     write(tmp_path, 1)
-    path = tmp_path / name_index_file("net")
+    path = tmp_path / make_index_file_name("net")
     table = np.array(FragmentIndex(tmp_path, "net")._table)
     table[row] = value
     raw = path.read_bytes()
     path.write_bytes(raw[: -table.nbytes] + table.tobytes())
     with pytest.raises(ConfigError, match="names elements beyond the shards: it is damaged"):
-        FragmentIndex(tmp_path, "net").find_spans("master", "a")
+        FragmentIndex(tmp_path, "net").find_byte_spans("master", "a")
     path.write_bytes(raw.replace(b'"shards":"1"', b'"shards":"%d"' % 10**15, 1))  # no list of so many is made
     path.write_bytes(
         (len(path.read_bytes()) - len(raw) + int.from_bytes(raw[:8], "little")).to_bytes(8, "little")
@@ -144,7 +152,7 @@ def test_rows_that_lie(tmp_path, row, value):
 def test_files_that_are_none(tmp_path):
     """Oracle: by hand: truncated, another tensor, no metadata, metadata of other types."""
     write(tmp_path, 1)
-    path = tmp_path / name_index_file("net")
+    path = tmp_path / make_index_file_name("net")
     raw = path.read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     for bad in (
@@ -165,7 +173,7 @@ def test_files_that_are_none(tmp_path):
 def test_stored_weights(tmp_path, monkeypatch):
     """Oracle: torch on the tensors that were written; and the bytes that a slice reads."""
     truth = write(tmp_path, 3)
-    weights = list_stored_weights(open_shards(tmp_path, "net"), "ema.0.99")
+    weights = make_stored_weights(open_shards(tmp_path, "net"), "ema.0.99")
     assert list(weights) == list(SHAPES) and all(isinstance(weight, StoredWeight) for weight in weights.values())
     for name, weight in weights.items():
         values = truth["ema.0.99", name]
@@ -184,5 +192,5 @@ def test_stored_weights(tmp_path, monkeypatch):
         safetensors_io.Files, "read", lambda self, span, into: (sizes.append(span.nbytes), read(self, span, into))
     )
     plain = truth["ema.0.99", "c"]
-    assert torch.equal(read_elements(weights["c"], 5, 20), plain[5:25]) and sum(sizes) == 4 * 20
-    assert torch.equal(read_elements(truth["ema.0.99", "a"], 5, 20), truth["ema.0.99", "a"].flatten()[5:25])
+    assert torch.equal(read_flattened_slice(weights["c"], 5, 20), plain[5:25]) and sum(sizes) == 4 * 20
+    assert torch.equal(read_flattened_slice(truth["ema.0.99", "a"], 5, 20), truth["ema.0.99", "a"].flatten()[5:25])

@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dstrain.checkpoint import safetensors_io
-from dstrain.checkpoint.fragments import Fragment, Shards, name_shard, write_shard
+from dstrain.checkpoint.fragments import Fragment, Shards, make_shard_file_name, write_shard
 from dstrain.checkpoint.layout import Fragments
 from dstrain.checkpoint.manifest import hash_files
 
@@ -42,7 +42,7 @@ def write(folder: Path, kinds: dict[str, dict[str, torch.Tensor]], bounds=lambda
             for i, (a, b) in enumerate(itertools.pairwise(edges)):
                 entries[i % world].append((kind, *cut(name, whole, a, b)))
     for rank, some in enumerate(entries):
-        write_shard(folder / name_shard("net", rank, world), some)
+        write_shard(folder / make_shard_file_name("net", rank, world), some)
 
 
 edges = st.lists(st.integers(0, 12), max_size=6)
@@ -57,7 +57,7 @@ def test_any_partition_loads_into_any_other(data):
     with TemporaryDirectory() as folder:
         write(Path(folder), kinds, lambda n: sorted({0, n, *(e for e in data.draw(edges) if e < n)}), world)
         with Shards(folder, "net") as shards:
-            assert set(shards.list_kinds()) == set(kinds)
+            assert set(shards.list_value_kinds()) == set(kinds)
             for kind, named in kinds.items():
                 assert set(shards.list_tensor_names(kind)) == set(SHAPES)
                 for name, whole in named.items():
@@ -72,7 +72,7 @@ def test_overlapping_fragments_are_read_once(tmp_path):
     """Oracle: arange(12), sliced by torch; four fragments that overlap."""
     whole = torch.arange(12.0)
     write_shard(
-        tmp_path / name_shard("net", 0, 1),
+        tmp_path / make_shard_file_name("net", 0, 1),
         [("master", *cut("w", whole, a, b)) for a, b in ((0, 7), (2, 4), (5, 12), (0, 3))],
     )
     assert torch.equal(Shards(tmp_path, "net").read("master", "w", 1, 10), whole[1:11])
@@ -82,7 +82,7 @@ def test_the_safetensors_library_opens_our_file(tmp_path, synced):
     """Oracle: safetensors' load_file and safe_open: values, keys and metadata; the file itself for size and hash, and
     it is whole when it is forced to the disk.
     """
-    path = tmp_path / name_shard("net", 0, 1)
+    path = tmp_path / make_shard_file_name("net", 0, 1)
     named = tensors()
     entry = write_shard(path, [("master", *cut(n, w, 0, w.numel())) for n, w in named.items()], {"step": "7"})
     assert entry == hash_files(tmp_path, [path.name])[path.name] and entry["size"] == path.stat().st_size
@@ -100,7 +100,7 @@ def test_we_open_the_safetensors_library_s_file(tmp_path):
     """Oracle: a slice of what safetensors' save_file wrote, under an index written by hand."""
     named = {"master/w": torch.arange(6.0), "exp_avg/w": -torch.arange(6.0)}
     index = '{"master/w": [[2, 3], 0, 6], "exp_avg/w": [[2, 3], 0, 6]}'
-    save_file(named, tmp_path / name_shard("net", 0, 1), {"fragments": index})
+    save_file(named, tmp_path / make_shard_file_name("net", 0, 1), {"fragments": index})
     shards = Shards(tmp_path, "net")
     assert torch.equal(shards.read("exp_avg", "w", 2, 3), named["exp_avg/w"][2:5])
 
@@ -111,7 +111,7 @@ def test_pieces_larger_than_a_chunk_and_strided_values(tmp_path, monkeypatch):
 
     monkeypatch.setattr(fragments, "_CHUNK_ELEMENTS", 4)
     whole = torch.randn(11, 2)[:, 0]
-    write_shard(tmp_path / name_shard("net", 0, 1), [("master", Fragment("w", (11,), 0, 11), whole)])
+    write_shard(tmp_path / make_shard_file_name("net", 0, 1), [("master", Fragment("w", (11,), 0, 11), whole)])
     assert torch.equal(Shards(tmp_path, "net").read("master", "w"), whole)
 
 
@@ -131,7 +131,9 @@ def test_a_shard_that_owns_nothing_and_more_shards_than_open_files(tmp_path, mon
 def test_part_names_do_not_mix(tmp_path):
     """Oracle: the value written to each part, where one part's name begins with the other's."""
     for part, value in (("net", 1.0), ("net-ema", 2.0)):
-        write_shard(tmp_path / name_shard(part, 0, 1), [("master", Fragment("w", (1,), 0, 1), torch.tensor([value]))])
+        write_shard(
+            tmp_path / make_shard_file_name(part, 0, 1), [("master", Fragment("w", (1,), 0, 1), torch.tensor([value]))]
+        )
     assert Shards(tmp_path, "net").read("master", "w").item() == 1
     assert Shards(tmp_path, "net-ema").read("master", "w").item() == 2
 
@@ -143,7 +145,7 @@ def refusal(message: str):
 def test_faults_name_what_is_wrong(tmp_path):
     """Oracle: messages written by hand, for each fault; arange for the elements that a gap leaves readable."""
     whole = torch.arange(12.0).view(3, 4)
-    path = tmp_path / name_shard("net", 0, 1)
+    path = tmp_path / make_shard_file_name("net", 0, 1)
     with refusal("no file net-*-of-*.safetensors in"):
         Shards(tmp_path, "net")
     write_shard(
@@ -153,7 +155,7 @@ def test_faults_name_what_is_wrong(tmp_path):
     with refusal("elements 5 .. 8 of master/blocks.0.weight (3, 4) are in no shard"):
         shards.read("master", "blocks.0.weight")
     with refusal(f"checkpoint {tmp_path} is damaged (net: elements 5 .. 8 of master/blocks.0.weight (3, 4) are in no"):
-        list(Fragments(tmp_path, "net", [path.name]).list_tensors("master"))
+        list(Fragments(tmp_path, "net", [path.name]).iterate_tensors("master"))
     assert torch.equal(shards.read("master", "blocks.0.weight", 8, 4), torch.arange(8.0, 12.0))
     with refusal("holds no master named block.0.weight; the nearest is blocks.0.weight"):
         shards.read("master", "block.0.weight")
@@ -175,7 +177,7 @@ def test_damaged_sets_of_shards_are_refused(tmp_path):
     """Oracle: messages written by hand, for a set of two shards damaged in each way."""
     whole = torch.arange(4.0)
     write(tmp_path, {"master": {"w": whole}}, lambda n: [0, 2, n], world=2)
-    second = tmp_path / name_shard("net", 1, 2)
+    second = tmp_path / make_shard_file_name("net", 1, 2)
     data = second.read_bytes()
     second.unlink()
     with refusal("lacks net-00001-of-00002.safetensors (1 of 2 shards)"):
@@ -191,6 +193,6 @@ def test_damaged_sets_of_shards_are_refused(tmp_path):
     with refusal("is truncated"):
         Shards(tmp_path, "net").read("master", "w")
     second.write_bytes(data)
-    write_shard(tmp_path / name_shard("net", 0, 1), [])
+    write_shard(tmp_path / make_shard_file_name("net", 0, 1), [])
     with refusal("of several world sizes: [1, 2]"):
         Shards(tmp_path, "net")

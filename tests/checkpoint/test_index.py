@@ -15,13 +15,20 @@ from dstrain.checkpoint.layout import (
     RECONSTRUCTED,
     Fragment,
     Index,
+    collect_average_decays,
     find_reconstructed_folder,
     iterate_buffers,
-    list_averages,
     make_damage_error,
-    name_shard,
+    make_shard_file_name,
 )
-from dstrain.checkpoint.safetensors_io import Entry, Span, Stored, read_header, render_header, split_entries
+from dstrain.checkpoint.safetensors_io import (
+    Entry,
+    Span,
+    Stored,
+    read_safetensors_header,
+    render_safetensors_header,
+    split_entries_into_files,
+)
 from dstrain.recipe import ConfigError
 
 
@@ -40,7 +47,7 @@ def test_bytes_of_a_run(tmp_path):
     """Oracle: by hand: of fragments that overlap the earliest and longest is taken, each element once, as bytes behind
     the header; the file holds the fragments in the order of writing, under names that count them.
     """
-    path = tmp_path / name_shard("net", 0, 1)
+    path = tmp_path / make_shard_file_name("net", 0, 1)
     write_shard(path, [piece(4, 8), piece(0, 5), piece(0, 3), piece(5, 5), piece(8, 12), piece(0, 12, "b")])
     begin, header = data_of(path)
     assert [key for key in header if key != "__metadata__"] == [
@@ -55,27 +62,33 @@ def test_bytes_of_a_run(tmp_path):
     def span(at, count):
         return Span(path, begin + 4 * at, 4 * count)
 
-    assert index.find_spans("master", "w") == [span(4, 5), span(1, 3), span(12, 4)]  # 0..5 of the second, 5..8, 8..12
-    assert index.find_spans("master", "w", 1, 4) == [span(5, 3)] and index.find_spans("master", "w", 5, 8) == [
-        span(1, 3)
+    assert index.find_byte_spans("master", "w") == [
+        span(4, 5),
+        span(1, 3),
+        span(12, 4),
+    ]  # 0..5 of the second, 5..8, 8..12
+    assert index.find_byte_spans("master", "w", 1, 4) == [span(5, 3)] and index.find_byte_spans(
+        "master", "w", 5, 8
+    ) == [span(1, 3)]
+    assert index.find_byte_spans("master", "w", 4, 9) == [span(8, 1), span(1, 3), span(12, 1)]
+    assert index.find_byte_spans("master", "w", 7, 7) == [] and index.find_byte_spans("master", "b", 0, 1) == [
+        span(16, 1)
     ]
-    assert index.find_spans("master", "w", 4, 9) == [span(8, 1), span(1, 3), span(12, 1)]
-    assert index.find_spans("master", "w", 7, 7) == [] and index.find_spans("master", "b", 0, 1) == [span(16, 1)]
-    assert index.find_spans("master", "w", 12) == [] and index.find_shape("w") == (3, 4)
+    assert index.find_byte_spans("master", "w", 12) == [] and index.find_shape("w") == (3, 4)
     for start, end in ((-1, 3), (4, 3), (0, 13)):
         with pytest.raises(ConfigError, match=rf"net: elements {start} .. {end} of w are outside of shape \(3, 4\)"):
-            index.find_spans("master", "w", start, end)
+            index.find_byte_spans("master", "w", start, end)
 
 
 def test_gaps(tmp_path):
     """Oracle: by hand: the first run of elements that lies in no shard, up to the next fragment or to the end."""
-    path = tmp_path / name_shard("net", 0, 1)
+    path = tmp_path / make_shard_file_name("net", 0, 1)
     write_shard(path, [piece(2, 4), piece(6, 8)])
     index = Index(tmp_path, "net", [path.name])
     for start, end, gap in ((0, 4, "0 .. 2"), (2, 8, "4 .. 6"), (2, 5, "4 .. 5"), (6, 12, "8 .. 12"), (3, 7, "4 .. 6")):
         with pytest.raises(ConfigError, match=rf"net: elements {gap} of master/w \(3, 4\) are in no shard of"):
-            index.find_spans("master", "w", start, end)
-    assert len(index.find_spans("master", "w", 2, 4)) == 1
+            index.find_byte_spans("master", "w", start, end)
+    assert len(index.find_byte_spans("master", "w", 2, 4)) == 1
 
 
 @pytest.mark.parametrize(
@@ -97,11 +110,11 @@ def test_types_and_sizes_of_fragments(tmp_path, kinds, counts, message):
     named = {
         key: torch.zeros(count, dtype=getattr(torch, kind)) for key, kind, count in zip(("m/a", "m/b"), kinds, counts)
     }
-    path = tmp_path / name_shard("net", 0, 1)
+    path = tmp_path / make_shard_file_name("net", 0, 1)
     path.write_bytes(save(named, {"fragments": json.dumps({key: [[3, 4], 0, 12] for key in named})}))
     if message is None:
         size = 4 if kinds[0] == "float32" else 2
-        assert [span.nbytes for span in Index(tmp_path, "net", [path.name]).find_spans("m", "b")] == [12 * size]
+        assert [span.nbytes for span in Index(tmp_path, "net", [path.name]).find_byte_spans("m", "b")] == [12 * size]
         return
     with pytest.raises(ConfigError, match=f"is not a shard of named fragments: {message}"):
         Index(tmp_path, "net", [path.name])
@@ -152,26 +165,34 @@ def test_averages_made_afterwards(tmp_path):
     assert at(8) is None and at(None, 0.2) is None
     own = tmp_path / "own"
     own.mkdir()
-    assert list_averages(own) == set() and find_reconstructed_folder(tmp_path, 0.1, None, own).name == "step_00000010"
+    assert (
+        collect_average_decays(own) == set()
+        and find_reconstructed_folder(tmp_path, 0.1, None, own).name == "step_00000010"
+    )
     for part, rank, kinds in (
         ("a", 0, ("master", "ema.0.9")),
         ("a", 1, ("ema.0.9", "ema.0.3")),
         ("b-c", 0, ("ema.0.1",)),
     ):
-        write_shard(own / name_shard(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
-    assert list_averages(own) == {0.9, 0.3, 0.1} and find_reconstructed_folder(tmp_path, 0.1, None, own) is None
+        write_shard(own / make_shard_file_name(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
+    assert (
+        collect_average_decays(own) == {0.9, 0.3, 0.1} and find_reconstructed_folder(tmp_path, 0.1, None, own) is None
+    )
 
 
 def test_kinds_and_names(tmp_path):
     """Oracle: what was written, in that order; the averages' decays as numbers."""
-    path = tmp_path / name_shard("net", 0, 1)
+    path = tmp_path / make_shard_file_name("net", 0, 1)
     write_shard(
         path,
         [piece(0, 12, name, kind) for kind in ("master", "ema.0.9999", "ema.0.5") for name in ("b", "a")],
         {"step": "3"},
     )
     index = Index(tmp_path, "net", [path.name])
-    assert index.list_kinds() == ["master", "ema.0.9999", "ema.0.5"] and index.list_decays() == [0.9999, 0.5]
+    assert index.list_value_kinds() == ["master", "ema.0.9999", "ema.0.5"] and index.list_average_decays() == [
+        0.9999,
+        0.5,
+    ]
     assert (
         index.list_tensor_names("ema.0.5") == ["b", "a"]
         and index.list_tensor_names("ema.0.7") == []
@@ -198,7 +219,7 @@ def test_kinds_and_names(tmp_path):
 def test_sets_of_shards(tmp_path, ranks, message):
     """Oracle: by hand: a shard of every rank of one world, no more; at most five that are missing are named."""
     for rank, world in ranks:
-        write_shard(tmp_path / name_shard("net", rank, world), [piece(0, 12)])
+        write_shard(tmp_path / make_shard_file_name("net", rank, world), [piece(0, 12)])
     with pytest.raises(ConfigError, match=message):
         Shards(tmp_path, "net")
 
@@ -215,12 +236,12 @@ def test_fragments_lie_within_their_tensor():
 def test_headers(tmp_path, monkeypatch):
     """Oracle: the format of safetensors by hand: a length of 8 bytes, JSON padded to 8, offsets in a row."""
     path, kinds = tmp_path / "a.safetensors", [("a", "F32", (2, 3)), ("b", "BF16", (5,)), ("c", "I64", ())]
-    header = render_header(path, kinds, {"x": "y"})
+    header = render_safetensors_header(path, kinds, {"x": "y"})
     assert len(header) % 8 == 0
     path.write_bytes(header + bytes(24 + 10 + 8))
     begin, entries = data_of(path)
     assert begin == len(header) and [entries[name]["data_offsets"] for name in "abc"] == [[0, 24], [24, 34], [34, 42]]
-    tensors, metadata = read_header(path)
+    tensors, metadata = read_safetensors_header(path)
     assert metadata == {"x": "y"} and tensors == {
         "a": Stored("F32", (2, 3), (Span(path, begin, 24),)),
         "b": Stored("BF16", (5,), (Span(path, begin + 24, 10),)),
@@ -229,7 +250,7 @@ def test_headers(tmp_path, monkeypatch):
     for old, new in ((b"[2,3]", b"[2,4]"), (b"[24,34]", b"[24,33]"), (b"[24,34]", b"[24,35]")):
         path.write_bytes(header.replace(old, new) + bytes(42))
         with pytest.raises(ConfigError, match="no readable safetensors file .offsets that do not fit a shape"):
-            read_header(path)
+            read_safetensors_header(path)
     for old, new in (
         (b"[34,42]", b"[35,43]"),
         (b"[34,42]", b"[90,98]"),
@@ -238,19 +259,19 @@ def test_headers(tmp_path, monkeypatch):
     ):
         path.write_bytes(header.replace(old, new) + bytes(42))
         with pytest.raises(ConfigError, match="no readable safetensors file .*(offsets outside of the file|delimiter)"):
-            read_header(path)
+            read_safetensors_header(path)
     length = len(header) - 8
     for limit, fits in ((length, True), (length - 1, False)):
         monkeypatch.setattr(safetensors_io, "_MAX_HEADER", limit)
         path.write_bytes(header + bytes(42))
         if fits:
-            assert read_header(path)[0] == tensors
-            assert render_header(path, kinds, {"x": "y"}) == header
+            assert read_safetensors_header(path)[0] == tensors
+            assert render_safetensors_header(path, kinds, {"x": "y"}) == header
             continue
         with pytest.raises(ConfigError, match=f"a header of {length} bytes"):
-            read_header(path)
+            read_safetensors_header(path)
         with pytest.raises(ConfigError, match=f"a header of {length} bytes, readers take {limit}: one file"):
-            render_header(path, kinds, {"x": "y"})
+            render_safetensors_header(path, kinds, {"x": "y"})
 
 
 @pytest.mark.parametrize(
@@ -262,7 +283,7 @@ def test_the_longest_header(tmp_path, length, message):
     path = tmp_path / "a.safetensors"
     path.write_bytes(length.to_bytes(8, "little") + b" " * 8)
     with pytest.raises(ConfigError, match=message):
-        read_header(path)
+        read_safetensors_header(path)
     with pytest.raises(SafetensorError) as error, safe_open(path, "pt"):
         pass
     assert ("too large" in str(error.value)) == (length > 10**8)
@@ -284,7 +305,7 @@ def test_the_longest_header(tmp_path, length, message):
 def test_files_of_a_size(sizes, room, files):
     """Oracle: by hand: float32 tensors of so many elements, in order, in files of at most `room` bytes."""
     entries = [Entry(str(number), Stored("F32", (size,), ()), "F32") for number, size in enumerate(sizes)]
-    dealt = split_entries(entries, room)
+    dealt = split_entries_into_files(entries, room)
     assert [len(part) for part in dealt] == files and [entry for part in dealt for entry in part] == entries
 
 

@@ -88,10 +88,10 @@ def test_a_full_disk_leaves_the_old_checkpoint_whole(tmp_path):
     assert "saving step 2 failed: OSError" in trial.reports[-1] and "File too large" in trial.reports[-1]
     assert trial.saver.newest == 1 and trial.saved == [1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["newest", "step_00000001"]
-    assert Store(tmp_path).find_newest()[0] == 1
+    assert Store(tmp_path).find_newest_checkpoint()[0] == 1
     trial.save(3)
     trial.saver.wait_for_save()
-    assert trial.saver.newest == 3 and Store(tmp_path).find_newest()[0] == 3
+    assert trial.saver.newest == 3 and Store(tmp_path).find_newest_checkpoint()[0] == 3
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
@@ -105,7 +105,7 @@ def test_three_failures_in_a_row_end_the_run(tmp_path, asynchronous):
         if step % 3 == 2:
             trial.save(step + 1)
             trial.saver.wait_for_save()
-    assert Store(tmp_path).find_newest()[0] == 6 and trial.saved == [3, 6]
+    assert Store(tmp_path).find_newest_checkpoint()[0] == 6 and trial.saved == [3, 6]
     with no_room():
         trial.save(7)
         trial.save(8)
@@ -113,7 +113,7 @@ def test_three_failures_in_a_row_end_the_run(tmp_path, asynchronous):
             trial.save(9)
     with no_room(), pytest.raises(NotSaved, match="step 10 could not be saved"):
         Trial(tmp_path, asynchronous).save(10, last=True)
-    assert Store(tmp_path).find_newest()[0] == 6
+    assert Store(tmp_path).find_newest_checkpoint()[0] == 6
 
 
 def test_no_memory_and_no_thread(tmp_path, monkeypatch):
@@ -185,7 +185,7 @@ def test_a_score_that_is_not_finite(tmp_path):
         trial.save(step, score=score)
         trial.saver.wait_for_save()
         assert (
-            trial.saver.store.find_best() == (2, 0.3)
+            trial.saver.store.find_best_checkpoint() == (2, 0.3)
             and trial.saver.is_improvement(0.2)
             and not trial.saver.is_improvement(0.3)
         )

@@ -58,9 +58,9 @@ def entries(folder: Path) -> set[str]:
 def test_newest_is_what_was_saved_last(tmp_path):
     """Oracle: the steps, bytes and extra that were saved, entries of the folder by hand, json for the manifest."""
     store = Store(tmp_path / "run" / "checkpoints", keep=2)
-    assert store.find_newest() is None and store.list_steps() == []
+    assert store.find_newest_checkpoint() is None and store.list_steps() == []
     save(store, 5, 10, 15)
-    assert store.find_newest() == (15, store.folder / "step_00000015")
+    assert store.find_newest_checkpoint() == (15, store.folder / "step_00000015")
     assert whole(store, 15) and whole(store, 10)
     assert entries(store.folder) == {"step_00000010", "step_00000015", "newest"}
     assert (store.folder / "newest").read_text() == "step_00000015\n"
@@ -77,7 +77,7 @@ def test_a_step_that_verifies_is_not_written_again(tmp_path):
     path = tmp_path / "step_00000005" / "manifest.json"
     before = path.stat().st_mtime_ns, path.stat().st_ino
     assert Store(tmp_path).save(5, lambda folder: pytest.fail("written again"))
-    assert Store(tmp_path).begin(5) is None
+    assert Store(tmp_path).begin_save(5) is None
     assert (path.stat().st_mtime_ns, path.stat().st_ino) == before
 
 
@@ -87,10 +87,10 @@ def test_a_damaged_step_is_written_anew(tmp_path):
     save(store, 5, 10)
     (tmp_path / "step_00000010" / NAMES[0]).unlink()
     again, said = Store(tmp_path), []
-    assert again.find_newest(said.append)[0] == 5
+    assert again.find_newest_checkpoint(said.append)[0] == 5
     assert NAMES[0] + " is missing" in said[0] and "step_00000010" in said[0]
     save(again, 10)
-    assert again.find_newest()[0] == 10 and whole(again, 10)
+    assert again.find_newest_checkpoint()[0] == 10 and whole(again, 10)
     assert entries(tmp_path) == {"step_00000005", "step_00000010", "newest"}
 
 
@@ -107,9 +107,9 @@ def test_failures_leave_nothing_behind(tmp_path):
     assert not store.save(10, fail)
     assert store.error == "OSError: [Errno 28] No space left on device"
     assert entries(tmp_path) == before
-    assert store.begin(10, need_bytes=1 << 60) is None
+    assert store.begin_save(10, need_bytes=1 << 60) is None
     assert "MB free" in store.error and entries(tmp_path) == before
-    assert store.find_newest()[0] == 5
+    assert store.find_newest_checkpoint()[0] == 5
     save(store, 10)
     assert store.error is None
 
@@ -121,12 +121,12 @@ def test_leftovers_are_ignored_and_removed(tmp_path):
     (tmp_path / "step_00000010.tmp").mkdir()
     (tmp_path / "step_00000010.tmp" / "half").write_bytes(b"1")
     (tmp_path / "newest").write_text("step_00000010\n")
-    assert store.find_newest()[0] == 5
+    assert store.find_newest_checkpoint()[0] == 5
     save(store, 10)
     assert not (tmp_path / "step_00000010" / "half").exists()
     shutil.move(tmp_path / "step_00000010", tmp_path / "step_00000012")
     said = []
-    assert store.find_newest(said.append)[0] == 5 and "manifest.json is of step 10" in said[0]
+    assert store.find_newest_checkpoint(said.append)[0] == 5 and "manifest.json is of step 10" in said[0]
 
 
 def test_a_thousand_corruptions_are_found(tmp_path):
@@ -151,10 +151,10 @@ def test_a_thousand_corruptions_are_found(tmp_path):
         else:
             path.write_bytes(data[:at] + bytes([data[at] ^ chance.randrange(1, 256)]) + data[at + 1 :])
         said: list[str] = []
-        assert store.find_newest(said.append) == (5, tmp_path / "step_00000005"), (trial, path, fault, at)
+        assert store.find_newest_checkpoint(said.append) == (5, tmp_path / "step_00000005"), (trial, path, fault, at)
         assert len(said) == 1 and path.relative_to(newest).as_posix() in said[0]
         path.write_bytes(data)
-    assert store.find_newest()[0] == 10
+    assert store.find_newest_checkpoint()[0] == 10
 
 
 def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
@@ -168,9 +168,9 @@ def test_blocks_of_a_large_file_are_all_hashed(tmp_path, monkeypatch):
     data = path.read_bytes()
     for at in range(len(data)):
         path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
-        assert store.find_newest(lambda text: None) is None
+        assert store.find_newest_checkpoint(lambda text: None) is None
     path.write_bytes(data[64:128] + data[:64] + data[128:])
-    assert store.find_newest(lambda text: None) is None
+    assert store.find_newest_checkpoint(lambda text: None) is None
 
 
 @pytest.mark.parametrize("size", [0, 1 << 26, (1 << 26) + 1])
@@ -202,7 +202,7 @@ def test_hashes_while_writing(sizes, threads):
         for piece in pieces:
             digest.update(memoryview(piece))
         (Path(folder) / "file").write_bytes(b"".join(pieces))
-        assert {"file": digest.make_entry()} == hash_files(Path(folder), ["file"])
+        assert {"file": digest.make_manifest_entry()} == hash_files(Path(folder), ["file"])
 
 
 def test_a_file_that_was_hashed_while_it_was_written_is_not_read(tmp_path):
@@ -213,7 +213,7 @@ def test_a_file_that_was_hashed_while_it_was_written_is_not_read(tmp_path):
         digest = Digest()
         digest.update(data)
         (folder / NAMES[0]).write_bytes(data)
-        return {NAMES[0]: digest.make_entry()} if hashed else {}
+        return {NAMES[0]: digest.make_manifest_entry()} if hashed else {}
 
     def truncated(folder: Path) -> dict[str, dict]:
         hashes = write(folder)
@@ -228,10 +228,10 @@ def test_a_file_that_was_hashed_while_it_was_written_is_not_read(tmp_path):
             tmp_path / f"step_{step:08d}", [NAMES[0]]
         )
     assert not store.save(3, truncated) and "has another size than was written" in store.error
-    assert store.find_newest()[0] == 2
+    assert store.find_newest_checkpoint()[0] == 2
     path = tmp_path / "step_00000002" / NAMES[0]
     path.write_bytes(bytes(data[:-1]) + bytes([data[-1] ^ 1]))
-    assert store.find_newest(lambda text: None)[0] == 1
+    assert store.find_newest_checkpoint(lambda text: None)[0] == 1
 
 
 def bytes_read() -> int:
@@ -264,15 +264,15 @@ def test_what_is_kept(gaps, keep, keep_every, scores, damage):
             )
             assert set(store.list_steps()) == expected
             there = expected
-            assert store.find_best() == (None if best is None else (best, scored[best]))
+            assert store.find_best_checkpoint() == (None if best is None else (best, scored[best]))
             assert best is None or (store.folder / "best").read_text() == f"step_{best:08d}\n"
             if i in damage:
                 (store.folder / f"step_{step:08d}" / NAMES[1]).unlink()
                 broken.add(step)
                 scored.pop(step, None)
-                store.find_newest(lambda text: None)
+                store.find_newest_checkpoint(lambda text: None)
         fine = [s for s in saved if s not in broken and s in store.list_steps()]
-        assert (store.find_newest(lambda text: None) or [None])[0] == (fine[-1] if fine else None)
+        assert (store.find_newest_checkpoint(lambda text: None) or [None])[0] == (fine[-1] if fine else None)
 
 
 @settings(max_examples=25, deadline=None)
@@ -293,7 +293,7 @@ def test_what_is_saved_in_trouble_pushes_out_nothing(kinds, keep):
             assert store.list_rollback_steps(step) == (of[ROUTINE] or of[STOP])
             if of[ROUTINE]:
                 last = of[ROUTINE].pop()
-                assert store.list_rollback_steps(step, bad_from=last) == (
+                assert store.list_rollback_steps(step, latest_rollback=last) == (
                     of[ROUTINE] or [s for s in of[STOP] if s < last]
                 )
 
@@ -314,7 +314,7 @@ def test_the_best_score_is_finite(scores):
             assert store.save(step, write(step), {"score": score}), store.error
             if score in (1.0, 0.5) and (best is None or score < best[1]):
                 best = step, score
-            assert store.find_best() == best and (best is None or best[0] in store.list_steps())
+            assert store.find_best_checkpoint() == best and (best is None or best[0] in store.list_steps())
 
 
 def test_scores_of_another_metric_do_not_count(tmp_path):
@@ -332,7 +332,7 @@ def test_scores_of_another_metric_do_not_count(tmp_path):
         assert Store(tmp_path, keep=5).save(step, write(step), extra)
     for metric, best in (("loss", (2, 0.1)), ("fd", (4, 30.0)), ("accuracy", None)):
         store = Store(tmp_path, keep=2, metric=metric)
-        assert store.find_best() == best
+        assert store.find_best_checkpoint() == best
     assert Store(tmp_path, keep=2, metric="loss").save(6, write(6), {"score": 36.0, "metric": "fd"})
     assert store.list_steps() == [2, 5, 6] and (tmp_path / "best").read_text() == "step_00000002\n"
 
@@ -371,13 +371,13 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
                 return
         path.write_bytes(sealed.render_sealed_json(body))
         lines: list[str] = []
-        newest = store.find_newest(lines.append)
+        newest = store.find_newest_checkpoint(lines.append)
         sound = key in ("extra", "versions") or (key == "world" and type(value) is int and value > 0 and not absent)
         if newest[0] == 10:
             assert sound or (key == "files" and value == {} and not absent)
         else:
             assert newest[0] == 5 and len(lines) == 1 and "step_00000010" in lines[0]
-        assert store.find_best() is None and store.list_rollback_steps(10)
+        assert store.find_best_checkpoint() is None and store.list_rollback_steps(10)
 
 
 def test_a_manifest_that_storage_cannot_give(tmp_path, monkeypatch):
@@ -410,7 +410,7 @@ def test_only_plain_files_of_bounded_size_are_read(tmp_path, name, kind):
         with open(path, "wb") as file:
             file.truncate(1 << 42)
     lines: list[str] = []
-    assert store.find_newest(lines.append)[0] == 5 and name in lines[0]
+    assert store.find_newest_checkpoint(lines.append)[0] == 5 and name in lines[0]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -437,11 +437,11 @@ def test_killed_while_checkpoints_are_put_aside(tmp_path):
             store.list_steps() == [5, 10, 15, 20][: 4 - renames]
             and store.list_steps_put_aside() == [5, 10, 15, 20][4 - renames :]
         )
-        assert store.find_newest(pytest.fail)[0] == store.list_steps()[-1]
+        assert store.find_newest_checkpoint(pytest.fail)[0] == store.list_steps()[-1]
     save(store, 10)  # reached anew: what was put aside up to it goes
     assert store.list_steps() == [5, 10] and store.list_steps_put_aside() == [15, 20] and whole(store, 10)
-    store.restore_step(20)
-    assert store.find_newest(pytest.fail)[0] == 20 and whole(store, 20)
+    store.rename_step_back(20)
+    assert store.find_newest_checkpoint(pytest.fail)[0] == 20 and whole(store, 20)
 
 
 @pytest.mark.parametrize("aside", [False, True])
@@ -473,14 +473,14 @@ def test_a_folder_that_was_taken_away_is_not_made_again(tmp_path, when):
         run.rename(away)
         assert not store.save(10, write(10)) and "No such file" in store.error
     elif when == "between":
-        write(10)(store.begin(10))
+        write(10)(store.begin_save(10))
         store._finish = lambda folder: run.rename(away) and {}  # as everything is written
-        assert not store.commit(10)
+        assert not store.commit_save(10)
     else:
         seal = store._publish_step
         store._publish_step = lambda *words: (seal(*words), run.rename(away))
         save(store, 10)
-    newest, _ = Store(away / "checkpoints").find_newest(pytest.fail)
+    newest, _ = Store(away / "checkpoints").find_newest_checkpoint(pytest.fail)
     assert entries(tmp_path) == {"away"} and newest == (10 if when == "after" else 5)
 
 
@@ -527,7 +527,7 @@ def test_kill_at_any_moment_loses_at_most_one_interval(tmp_path):
 
         def save_forever() -> None:
             store = Store(tmp_path)
-            step = (store.find_newest() or (0, None))[0]
+            step = (store.find_newest_checkpoint() or (0, None))[0]
             while True:
                 step += 1
                 save(store, step)
@@ -543,7 +543,7 @@ def test_kill_at_any_moment_loses_at_most_one_interval(tmp_path):
             data = first + pipe.read()
         last = int.from_bytes(data[-4:], "little")
         inside += any(name.endswith(".tmp") for name in entries(tmp_path))
-        found = Store(tmp_path).find_newest(pytest.fail)
+        found = Store(tmp_path).find_newest_checkpoint(pytest.fail)
         assert (found[0] if found else 0) in (last, last + 1)
         assert found is None or whole(Store(tmp_path), found[0])
     assert inside > 3, "the kills did not meet a save"
@@ -570,7 +570,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, files, size):
         assert store.save(15, write(15)), store.error  # training went on, and so does saving
 
     assert os.waitpid(in_child(fill), 0)[1] == 0
-    assert Store(tmp_path).find_newest(pytest.fail)[0] == 15 and whole(Store(tmp_path), 5)
+    assert Store(tmp_path).find_newest_checkpoint(pytest.fail)[0] == 15 and whole(Store(tmp_path), 5)
     assert entries(tmp_path) == before | {"step_00000015"}
 
 
@@ -591,8 +591,8 @@ def together(folder: str) -> None:
     for step in (1, 2, 3):
         seen.append((store.save(step, write_mine, {"from": rank}), store.error))
     seen.append((store.save(4, fail_on_second), store.error))
-    seen.append((store.begin(4, need_bytes=1 << 60 if rank else 0), "free" in store.error))
-    seen.append(store.find_newest())
+    seen.append((store.begin_save(4, need_bytes=1 << 60 if rank else 0), "free" in store.error))
+    seen.append(store.find_newest_checkpoint())
     path = Path(folder)
     for name in ("step_00000003/net-00001-of-00002.safetensors", "step_00000002/manifest.json"):
         if rank == 0:
@@ -600,7 +600,7 @@ def together(folder: str) -> None:
             data[50] ^= 4
             (path / name).write_bytes(bytes(data))
         said: list[str] = []
-        seen.append(store.find_newest(said.append))
+        seen.append(store.find_newest_checkpoint(said.append))
         passed_over = 1 if seen[-1] else 2
         assert len(said) == (0 if rank else passed_over), said
     Path(f"{folder}.{rank}").write_bytes(pickle.dumps(seen))
@@ -635,7 +635,7 @@ def test_how_many_faults_are_named(tmp_path, count):
     assert store.save(1, lambda path: [(path / f"{number}.bin").write_bytes(b"x") for number in range(6)] and None)
     for number in range(count):
         (tmp_path / "step_00000001" / f"{number}.bin").unlink()
-    reason = store.find_fault(1)
+    reason = store.find_checkpoint_fault(1)
     assert reason.count("is missing") == min(count, 3)
     assert reason.endswith("is missing" if count <= 3 else f" and {count - 3} more")
 
@@ -650,7 +650,7 @@ def test_a_hash_that_is_taken_while_writing(tmp_path, monkeypatch):
         for start in range(0, size, 5):
             digest.update(memoryview(data[start : start + 5]))
         (tmp_path / "a").write_bytes(data)
-        assert {"a": digest.make_entry()} == hash_files(tmp_path, ["a"], sync=True) and len(synced) == size + 1
+        assert {"a": digest.make_manifest_entry()} == hash_files(tmp_path, ["a"], sync=True) and len(synced) == size + 1
 
 
 def test_a_file_that_another_rank_sees(tmp_path):

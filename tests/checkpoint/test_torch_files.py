@@ -204,7 +204,7 @@ def test_a_file_that_takes_a_part_at_a_time():
             return super().write(data[:3])
 
     file = Slow()
-    safetensors_io._write_all(file, memoryview(bytes(range(20))))
+    safetensors_io._write_all_bytes(file, memoryview(bytes(range(20))))
     assert file.getvalue() == bytes(range(20))
 
 
@@ -220,5 +220,5 @@ def test_where_elements_lie(tmp_path):
     content = torch_files.load_torch_file(tmp_path / "a.pt").value
     entries = [Entry(name, value, value.dtype) for name, value in content.items()]
     write_model(tmp_path, entries, 10**9, {}, lambda count: None)
-    for name, tensor in safetensors_io.read_header(tmp_path / "model.safetensors")[0].items():
+    for name, tensor in safetensors_io.read_safetensors_header(tmp_path / "model.safetensors")[0].items():
         assert tensor.spans[0].offset % int(name) == 0 and tensor.spans[0].nbytes == 3 * int(name)

@@ -41,7 +41,7 @@ def seal(path, counters=json.dumps(FINE), **body) -> None:
 
 def newest(folder) -> tuple[int, list[str]]:
     lines: list[str] = []
-    return Store(folder, check=validate.require_loadable_checkpoint).find_newest(lines.append)[0], lines
+    return Store(folder, check=validate.require_loadable_checkpoint).find_newest_checkpoint(lines.append)[0], lines
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def newest(folder) -> tuple[int, list[str]]:
 def test_counters(folder, counters):
     """Oracle: the step before, and one line that names the file; in order it is the step itself."""
     assert newest(folder) == (9, [])
-    assert validate.read_counters(folder / "step_00000009") == FINE
+    assert validate.read_part_counters(folder / "step_00000009") == FINE
     assert validate.read_recovery_state(folder / "step_00000009").skipped == 1
     seal(folder / "step_00000009", counters)
     step, lines = newest(folder)
@@ -120,7 +120,7 @@ def test_small_tensors_and_counters(tmp_path):
     validate.write_common(tmp_path, (tensors, FINE))
     loaded = load_file(tmp_path / "common.safetensors")
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
-    assert validate.read_counters(tmp_path) == FINE
+    assert validate.read_part_counters(tmp_path) == FINE
     within = validate.select_and_strip_prefix(loaded, "buffer/net/")
     assert list(within) == ["scale"] and torch.equal(within["scale"], tensors["buffer/net/scale"])
 

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from dstrain import systems
 from dstrain.checkpoint import safetensors_io, torch_files
-from dstrain.checkpoint.fragments import Fragment, name_shard, write_shard
+from dstrain.checkpoint.fragments import Fragment, make_shard_file_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.disk.sealed import render_sealed_json
@@ -97,7 +97,7 @@ def checkpoint(
                                 value.flatten()[start : start + numel],
                             )
                         )
-            write_shard(folder / name_shard(part, rank, world), entries, {"part": part})
+            write_shard(folder / make_shard_file_name(part, rank, world), entries, {"part": part})
     save_file(common, folder / "common.safetensors", {"counters": "{}"})
     seal(folder, step, world)
     return truth
@@ -241,9 +241,9 @@ def test_lower_precision(made, tmp_path):
     state = checkpoint(large, {"denoiser": network})
     folder = large / "checkpoints" / "step_00000007"
     value = torch.full((4,), 1e5)
-    write_shard(folder / name_shard("denoiser", 0, 3), [("master", Fragment("weight", (2, 2), 0, 4), value)])
+    write_shard(folder / make_shard_file_name("denoiser", 0, 3), [("master", Fragment("weight", (2, 2), 0, 4), value)])
     for rank in (1, 2):
-        write_shard(folder / name_shard("denoiser", rank, 3), [])
+        write_shard(folder / make_shard_file_name("denoiser", rank, 3), [])
     seal(folder)
     assert state
     with pytest.raises(ValueError, match="weight holds values beyond F16"):
@@ -350,9 +350,9 @@ def test_control_c(made, tmp_path):
     """Oracle: a real SIGINT while it writes: one line, exit code 130, nothing left."""
     program = (
         "import os, runpy, signal, sys\n"
-        "from dstrain.checkpoint import safetensors_io as streams\nput = streams._write_all\n"
+        "from dstrain.checkpoint import safetensors_io as streams\nput = streams._write_all_bytes\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background job ignores it
-        "streams._write_all = lambda *words: (put(*words), os.kill(os.getpid(), signal.SIGINT))\n"
+        "streams._write_all_bytes = lambda *words: (put(*words), os.kill(os.getpid(), signal.SIGINT))\n"
         "sys.argv = sys.argv[1:]\nrunpy.run_path(sys.argv[0], run_name='__main__')"
     )
     words = [

@@ -18,7 +18,7 @@ from safetensors.torch import load, load_file, save_file
 from dstrain import recipe, systems
 from dstrain.checkpoint.fragments import Fragment, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
-from dstrain.checkpoint.safetensors_io import read_header
+from dstrain.checkpoint.safetensors_io import read_safetensors_header
 from dstrain.commands.consolidate import Order as Consolidation
 from dstrain.commands.consolidate import consolidate_weights
 from dstrain.commands.encode import EncodeOptions, encode_data
@@ -348,7 +348,7 @@ def in_deepspeeds_files(folder, part):
     """Makes of a checkpoint one of save.format=deepspeed, of whose parts only `part` has an average."""
     at = folder / "checkpoints" / "step_00000007"
     for path in at.glob("*-of-*.safetensors"):
-        name, index = path.name.partition("-")[0], json.loads(read_header(path)[1]["fragments"])
+        name, index = path.name.partition("-")[0], json.loads(read_safetensors_header(path)[1]["fragments"])
         state = load(path.read_bytes())  # not mapped: the file is written anew
         entries = [
             (key.split("/")[0], Fragment(key.split("/", 1)[1], tuple(shape), start, numel), state[key])

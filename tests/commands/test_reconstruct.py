@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import dstrain
 from dstrain import systems
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.fragments import Fragment, name_shard, write_shard
+from dstrain.checkpoint.fragments import Fragment, make_shard_file_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.commands.evaluate import evaluate_run
@@ -61,7 +61,7 @@ def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> di
             }
             values += [{f"{part}/{name}": value.double() for name, value in kind.items()} for kind in kinds.values()]
             write_shard(
-                at / name_shard(part, 0, 1),
+                at / make_shard_file_name(part, 0, 1),
                 [
                     (kind, Fragment(name, tuple(value.shape), 0, value.numel()), value.flatten())
                     for kind, named in kinds.items()

@@ -244,7 +244,7 @@ def test_the_course_and_kinds(tmp_path):
     assert [extra["kind"] for extra in kinds.values()] == ["routine", "routine", "routine", "stop"]
     assert [extra["score"] for extra in kinds.values()] == [None, 7.0, 6.0, 5.0] and kinds[5]["stays"] == [1]
     assert ["metric" in extra for extra in kinds.values()] == [False, True, True, True] and kinds[5]["metric"] == "loss"
-    assert trial.saves.store.find_best() == (5, 5.0)
+    assert trial.saves.store.find_best_checkpoint() == (5, 5.0)
     fresh = Trial(tmp_path)
     assert fresh.saves.resume() == 5 and fresh.course.shift == 1 and fresh.course.state.rollbacks == [(2, 1)]
 

@@ -51,8 +51,8 @@ def test_the_index_says_what_the_headers_say(saved, stage):
     """Oracle: the headers of all shards: kinds, names, shapes, and the bytes of any run of elements."""
     folder = saved / f"stage{stage}" / f"step_{BEFORE:08d}"
     headers, index = Shards(folder, "tiny"), open_shards(folder, "tiny")
-    assert isinstance(index, IndexedShards) and index.list_kinds() == headers.list_kinds()
-    for kind in headers.list_kinds():
+    assert isinstance(index, IndexedShards) and index.list_value_kinds() == headers.list_value_kinds()
+    for kind in headers.list_value_kinds():
         assert set(index.list_tensor_names(kind)) == set(headers.list_tensor_names(kind)) and not index.has_tensor(
             kind, "w"
         )
@@ -61,4 +61,4 @@ def test_the_index_says_what_the_headers_say(saved, stage):
             numel = math.prod(shape)
             assert index.find_shape(name) == shape
             for start, end in ((0, numel), (numel // 3, numel // 2), (numel - 1, numel), (numel, numel)):
-                assert index.find_spans(kind, name, start, end) == headers.find_spans(kind, name, start, end)
+                assert index.find_byte_spans(kind, name, start, end) == headers.find_byte_spans(kind, name, start, end)

@@ -159,7 +159,7 @@ def test_trouble_without_end(tmp_path):
     assert "Traceback" not in output
     aside = hash_files(folder / "checkpoints" / "step_00000012.aside", sorted(files(folder, 8)))
     store = Store(folder / "checkpoints")
-    assert all(store.find_fault(step) is None for step in store.list_steps())
+    assert all(store.find_checkpoint_fault(step) is None for step in store.list_steps())
     output = finish(train(folder, 1, *words, "--step", "11", recipe=recipe, num=1), code=2)
     assert "--step 11" in output and "it holds 2, 4, 6, 8, 10, 12" in output
     finish(train(folder, 1, *words, "--step", "10", "steps=12", recipe=recipe, num=1))
@@ -197,7 +197,7 @@ def test_a_fault_in_drawing_loses_nothing(tmp_path):
     finish(train(tmp_path / "whole", 2, *words, recipe=recipe, num=1))
     folder = tmp_path / "run"
     output = finish(train(folder, 2, *words, "model.draws=false", recipe=recipe, num=1), code=1)
-    assert "broken on purpose" in output and Store(folder / "checkpoints").find_newest(pytest.fail)[0] == 10
+    assert "broken on purpose" in output and Store(folder / "checkpoints").find_newest_checkpoint(pytest.fail)[0] == 10
     finish(train(folder, 2, *words, "model.draws=true", recipe=recipe, num=1))
     assert_equal_runs(tmp_path / "whole", folder, 20)
     assert [line["step"] for line in metrics(folder) if "held_out/loss" in line] == [10, 20]

@@ -65,7 +65,7 @@ def assert_sound(folder: Path, text: str) -> None:
         assert picture.suffix == ".png", f"left over: {picture.name}"
         Image.open(picture).load()
     store = Store(folder / "checkpoints")
-    assert [fault for step in store.list_steps() if (fault := store.find_fault(step))] == []
+    assert [fault for step in store.list_steps() if (fault := store.find_checkpoint_fault(step))] == []
 
 
 def assert_goes_on(whole: Path, folder: Path, log: Path) -> None:

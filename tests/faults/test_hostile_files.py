@@ -152,7 +152,7 @@ def first_clip(path: Path) -> object:
 
 
 def checkpoint(path: Path) -> object:
-    return Store(path.parent.parent).find_newest()
+    return Store(path.parent.parent).find_newest_checkpoint()
 
 
 def merged(path: Path) -> object:
@@ -300,7 +300,7 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
     for name, content in WEIGHTS.items():
         table[f"weights: {name}"] = (f"w/{name}", content, weights.read_state_dict)
         if name.endswith(".safetensors") and name not in HARMLESS:
-            table[f"header: {name}"] = (f"w/{name}", content, safetensors_io.read_header)
+            table[f"header: {name}"] = (f"w/{name}", content, safetensors_io.read_safetensors_header)
         elif not name.endswith(".safetensors"):
             table[f"without torch: {name}"] = (f"w/{name}", content, torch_files.load_torch_file)
             table[f"DeepSpeed's: {name}"] = ("c/mp_rank_00_model_states.pt", content, merged)

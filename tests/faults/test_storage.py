@@ -165,7 +165,7 @@ def judge(ground: Ground, case: Case, folder: Path) -> str:
     if not log.with_suffix(".faults").exists():
         return f"NOT MET: exit code {code}"
     store = Store(run / "checkpoints")
-    if broken := [fault for step in store.list_steps() if (fault := store.find_fault(step))]:
+    if broken := [fault for step in store.list_steps() if (fault := store.find_checkpoint_fault(step))]:
         return f"BROKEN: {broken}"
     if torn := torn_lines(run / "metrics.jsonl"):
         return f"TORN: {torn[0][:200]}"

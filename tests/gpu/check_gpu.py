@@ -45,7 +45,7 @@ def left_registered() -> tuple[int, int]:
     for gone in (False, True):
         snapshot = HostCopies()
         live = ("master", Fragment("w", (8,), 0, 8), torch.ones(8, device="cuda"))
-        begin = snapshot.take_copies({"part": [live]})["part"][0][2].data_ptr()
+        begin = snapshot.copy_entries_to_host({"part": [live]})["part"][0][2].data_ptr()
         if gone:
             del snapshot
         answers.append(int(torch.cuda.cudart().cudaHostUnregister(begin)))

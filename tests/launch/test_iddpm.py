@@ -75,7 +75,7 @@ def test_best_is_kept(undisturbed):
     step = min(losses, key=lambda step: (losses[step], step))
     better = {at for at in losses if all(losses[at] < losses[before] for before in losses if before < at)}
     store = Store(folder / "checkpoints")
-    assert store.find_best() == (step, losses[step])
+    assert store.find_best_checkpoint() == (step, losses[step])
     assert set(store.list_steps()) == {10, 20, 30, step, *sorted(better | {10, 20, 30})[-2:]}
 
 

@@ -24,7 +24,7 @@ PHASES = {
     "first step": (f"{STEP}:1:3", (), 1),
     "step": (f"{STEP}:8:3", (), 8),
     "micro-batch": ("dstrain.rng:seed_torch:14:5", ("batch.micro=1", "every.sample=0"), 1),
-    "save": ("dstrain.checkpoint.store:Store.commit:1:3", (), None),
+    "save": ("dstrain.checkpoint.store:Store.commit_save:1:3", (), None),
     "grid": ("dstrain.train:draw_and_save_samples:1:0", GRID, 20),
     "loss": ("dstrain.train:score_batches:1:0", ("data.path=builtin:fashion", *LOSS), 20),
     "metrics": ("dstrain.train:measure_quality:1:0", METRICS, 20),
@@ -114,7 +114,7 @@ HANGS = {
     "engines": ("dstrain.train:build_engines:1:60", (), True),
     "grid": ("dstrain.train:draw_and_save_samples:1:60", (), True),
     "metrics": ("dstrain.metrics.table:compute_metrics:1:60", ("every.metrics=1",), True),
-    "save": ("dstrain.checkpoint.store:Store.commit:1:60", (), True),
+    "save": ("dstrain.checkpoint.store:Store.commit_save:1:60", (), True),
     "pieces of the data": ("dstrain.metrics.images:Batch:1:1", ("every.metrics=1",), False),
     "pieces of a grid": (
         "dstrain.sampling.draw:record_piece_of_work:1:1",

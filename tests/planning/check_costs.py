@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dstrain import recipe, systems
-from dstrain.checkpoint.safetensors_io import read_header
+from dstrain.checkpoint.safetensors_io import read_safetensors_header
 from dstrain.commands.job import complete_recipe
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.distributed import group
@@ -150,7 +150,7 @@ def real(folder: Path, world: int, stages: dict[str, Any]) -> None:
             path = folder / f"{world} {case} {stage}"
             Checkpoints(path, engines, ema, system).save(1, last=True)
             files = [file for file in path.rglob("*.safetensors") if not file.name.startswith("index-")]
-            tensors = [tensor for file in files for tensor in read_header(file)[0].values()]
+            tensors = [tensor for file in files for tensor in read_safetensors_header(file)[0].values()]
             own["checkpoint"] = sum(span.nbytes for tensor in tensors for span in tensor.spans)
             group.barrier()
         figures[f"{case} {stage}"] = own

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from dstrain import recipe
-from dstrain.checkpoint.fragments import Fragment, name_shard, write_shard
+from dstrain.checkpoint.fragments import Fragment, make_shard_file_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.disk.sealed import render_sealed_json
 from dstrain.recipe import Run
@@ -29,7 +29,7 @@ def write(folder: Path, run: Run, nets: Mapping[str, nn.Module], step: int = 7, 
             for kind in ("master", "ema.0.9")
             for name, value in network.named_parameters()
         ]
-        write_shard(step_folder / name_shard(part, 0, 1), entries, {"part": part})
+        write_shard(step_folder / make_shard_file_name(part, 0, 1), entries, {"part": part})
         persistent = network.state_dict().keys()
         common |= {f"buffer/{part}/{name}": value for name, value in network.named_buffers() if name in persistent}
     save_file(common, step_folder / "common.safetensors", {"counters": "{}"})

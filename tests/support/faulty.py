@@ -139,7 +139,7 @@ def complete(folder: Path, log: Path, settings: dict, *overrides: str, num: int 
 def newest_whole(folder: Path) -> tuple[int, list[str]]:
     """The newest step that verifies, 0 without any, and a line for each damaged one."""
     damaged: list[str] = []
-    newest = Store(folder / "checkpoints").find_newest(damaged.append)
+    newest = Store(folder / "checkpoints").find_newest_checkpoint(damaged.append)
     return (newest[0] if newest else 0), damaged
 
 

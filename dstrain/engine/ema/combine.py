@@ -18,7 +18,7 @@ import numpy as np
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.layout import Fragments
 from dstrain.checkpoint.manifest import NAME, Digest, read_manifest
-from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Files, decode_floats, render_header
+from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Files, decode_floats, render_safetensors_header
 from dstrain.engine.ema.profiles import Average, Solution, solve_coefficients
 from dstrain.recipe import ConfigError
 
@@ -26,7 +26,7 @@ MISFIT = 0.1  # above it an average is refused: profiles.Solution
 
 
 class Snapshot(NamedTuple):
-    """A snapshot's folder, its step, and by part the counters that validate.read_counters returns."""
+    """A snapshot's folder, its step, and by part the counters that validate.read_part_counters returns."""
 
     path: Path
     step: int
@@ -41,7 +41,7 @@ def select_combinable_snapshots(paths: Sequence[Path]) -> list[Snapshot]:
     same parts, with averages that began at the same steps. Raises ConfigError if a path is no snapshot of averages by
     width.
     """
-    snapshots = [Snapshot(path, read_manifest(path)["step"], validate.read_counters(path)) for path in paths]
+    snapshots = [Snapshot(path, read_manifest(path)["step"], validate.read_part_counters(path)) for path in paths]
     for snapshot in snapshots:
         if not all(counters.get("averages") for counters in snapshot.parts.values()):
             raise ConfigError(f"{snapshot.path} holds no averages by width: move it away")
@@ -151,7 +151,7 @@ class Combined:
     ) -> np.ndarray:
         fragments = self._fragments[snapshot.path]
         raw, done = memoryview(bytearray(SIZES[fragments.dtype] * (end - start))), 0
-        for span in fragments.find_spans(kind, name, start, end):
+        for span in fragments.find_byte_spans(kind, name, start, end):
             files.read(span, raw[done : done + span.nbytes])
             done += span.nbytes
         return decode_floats(raw, fragments.dtype)
@@ -183,11 +183,11 @@ class Combined:
                 index = {key: [list(shape), share.start, len(share)] for key, (shape, share) in keys.items()}
                 flat = ((key, "F32", [len(share)]) for key, (_, share) in keys.items())
                 metadata = {"part": self.part, "fragments": json.dumps(index, separators=(",", ":"))}
-                append_and_hash(number, render_header(paths[number], flat, metadata))
+                append_and_hash(number, render_safetensors_header(paths[number], flat, metadata))
             for chunk in self.combine_values(solutions, shares):
                 for number, row in enumerate(chunk):
                     append_and_hash(number, row.tobytes())
             for file in files:
                 file.flush()
                 os.fsync(file.fileno())
-        return [digest.make_entry() for digest in digests]
+        return [digest.make_manifest_entry() for digest in digests]

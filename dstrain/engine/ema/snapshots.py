@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragments import write_shard
-from dstrain.checkpoint.layout import name_shard
+from dstrain.checkpoint.layout import make_shard_file_name
 from dstrain.checkpoint.saver import Entries, Saver
 from dstrain.checkpoint.store import Hashes, Store
 from dstrain.distributed import group
@@ -76,7 +76,7 @@ class Averages:
         def write(folder: Path, entries: Entries) -> Hashes:
             if group.rank() == 0:
                 validate.write_common(folder, common)
-            names = {part: name_shard(part, group.rank(), group.world()) for part in entries}
+            names = {part: make_shard_file_name(part, group.rank(), group.world()) for part in entries}
             return {
                 name: write_shard(folder / name, entries[part], {"part": part}, dtype) for part, name in names.items()
             }

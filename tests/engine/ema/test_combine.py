@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.fragments import Fragment, Shards, name_shard, write_shard
+from dstrain.checkpoint.fragments import Fragment, Shards, make_shard_file_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.disk.sealed import render_sealed_json
 from dstrain.engine.ema import combine
@@ -47,7 +47,7 @@ def snapshot(
                     for number, (start, end) in enumerate(itertools.pairwise(edges))
                     if number % 2 == rank
                 ]
-        write_shard(path / name_shard("net", rank, 2), entries, {"part": "net"}, dtype)
+        write_shard(path / make_shard_file_name("net", rank, 2), entries, {"part": "net"}, dtype)
     counters = {
         "updates": updates,
         "skipped": 0,
@@ -87,7 +87,7 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
         for folder in folders:
             folder.mkdir()
         for rank in range(world):
-            paths = [folder / name_shard("net", rank, world) for folder in folders]
+            paths = [folder / make_shard_file_name("net", rank, world) for folder in folders]
             entries = part.write(paths, made, rank, world)
             assert entries == [hash_files(path.parent, [path.name])[path.name] for path in paths]
             assert synced.pop(paths[0].name) == entries[-1]["size"]
@@ -96,7 +96,7 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
         expected = mixed(solution / solution.sum(), [named for kinds in truth for named in kinds.values()])
         kind, pieces = f"ema.{width!r}", (Shards(tmp_path / f"{width} {chunk}", "net") for chunk in (4, 1 << 18))
         with next(pieces) as small, next(pieces) as large:
-            assert small.list_kinds() == large.list_kinds() == [kind] and small.metadata == {"part": "net"}
+            assert small.list_value_kinds() == large.list_value_kinds() == [kind] and small.metadata == {"part": "net"}
             for name, values in expected.items():
                 read = large.read(kind, name, shape=SHAPES[name])
                 assert torch.equal(small.read(kind, name, shape=SHAPES[name]), read)
@@ -105,7 +105,9 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
                 assert [0, *(end for _, end in ends)] == [*(start for start, _ in ends), values.numel()]
                 counts = [end - start for start, end in ends]
                 assert len(counts) == (world if values.numel() >= world else 1) and max(counts) - min(counts) <= 1
-                assert len(counts) > 1 or small.pieces[kind][name][0][1].path.name == name_shard("net", 0, world)
+                assert len(counts) > 1 or small.pieces[kind][name][0][1].path.name == make_shard_file_name(
+                    "net", 0, world
+                )
 
 
 def test_half_precision(tmp_path):
