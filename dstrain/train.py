@@ -25,7 +25,7 @@ from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.recovery import Divergence
 from dstrain.engine.settings import list_remarks, read_precision
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.metrics.in_training import Quality, build_and_prepare_training_metrics
 from dstrain.nn.sequence import share_tokens_among_ranks
 from dstrain.recipe import NotSaved, Run, dump_run
@@ -112,7 +112,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
         try:
             with training.pieces.allow_stops():
                 losses = take_step(
-                    done, run, training.system, engines, training.batches, tracker, course.shift, ballot.cast_vote
+                    done, run, training.system, engines, training.batches, tracker, course.batch_shift, ballot.cast_vote
                 )
         except Stopped:  # before the step has changed anything
             training.saver.wait_for_save()
@@ -123,18 +123,18 @@ def run_steps(training: Training) -> tuple[int, bool]:
             left = True
             break
         training.stops.defer_stops_to_main_thread(None)
-        training.ema.update(done, engines.collect_applied_flags())
+        training.ema.update_averages(done, engines.collect_update_flags())
         done += 1
         throughput.count_step(done, losses)
         tracker.move_progress_bar(done)
         training.saves.report_ended_save()  # reports saves that have ended meanwhile
         stop = ballot.await_outcome()  # everyone together
-        if trouble := course.record_step(done, engines.collect_applied_flags().values(), losses, done == run.steps):
+        if trouble := course.record_step(done, engines.collect_update_flags().values(), losses, done == run.steps):
             done, stop = roll_back(training, done, trouble), False  # raises where there is no way back
             continue
         last = stop or done == run.steps
         if is_due(every.report, done) or last:
-            counts = {"skipped": course.state.skipped, "rollbacks": course.rollbacks}
+            counts = {"skipped": course.state.skipped, "rollbacks": course.rollback_count}
             counts |= training.batches.count_samples_by_source(done)
             tracker.report_means(done, throughput.compute_figures(done) | counts | engines.collect_metrics())
         if last or any(
@@ -228,7 +228,7 @@ def roll_back(training: Training, done: int, trouble: str) -> int:
     training.watchdog.enter_phase(done, "way back from step")
     hosts.require_own_folder(training.run.directory)
     step = training.saves.roll_back(done, trouble)
-    training.batches.set_step_count(training.run.steps + training.course.shift)
+    training.batches.set_step_count(training.run.steps + training.course.batch_shift)
     training.tracker.report_rollback(step, done, trouble)
     training.tracker.log(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
     training.throughput.start_interval(step)
@@ -247,8 +247,8 @@ def take_step(
 ) -> dict[str, list[Tensor]]:
     """Takes one optimizer step of every part whose turn it is. Returns the losses of this rank's micro-batches by part.
 
-    The batch, and the noise and dropout of its samples, are those of `step + shift` (see Divergence.shift); all else
-    depends on `step`. `vote`, in which the ranks agree on what comes next, is called on the last micro-batch.
+    The batch, and the noise and dropout of its samples, are those of `step + shift` (see Divergence.batch_shift); all
+    else depends on `step`. `vote`, in which the ranks agree on what comes next, is called on the last micro-batch.
     """
     engines.begin_step(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []
@@ -267,7 +267,7 @@ def take_step(
             # This part is live, the others are bare and frozen; ranks that share samples cut their tokens.
             with engines.freeze_all_but(part) as nets, share_tokens_among_ranks(group.get_neighbour_group(sequence)):
                 terms = system.loss(part, nets, example)
-                engines.learn(part, terms["loss"])  # DeepSpeed updates on the last micro-batch
+                engines.run_backward_and_step(part, terms["loss"])  # DeepSpeed updates on the last micro-batch
             terms = {name: term.detach() for name, term in terms.items()}
             losses.setdefault(part, []).append(terms["loss"])
             if own := {name: terms.pop(name) for name in system.watched if name in terms}:
@@ -282,7 +282,7 @@ def take_step(
 def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog: Watchdog, stops: Stops) -> Training:
     """Joins the ranks, builds networks, engines and averages, loads weights, and writes the run's files."""
     folder, say = run.directory, get_phases().print_lines
-    start_group(run.faults.timeout_minutes)
+    start_process_group(run.faults.timeout_minutes)
     watchdog.start_status_exchange()
     options = {f"--{name.replace('_', '-')}": getattr(resume, name) for name in Resume.__dataclass_fields__}
     hosts.require_same_setup_on_all_ranks(run, settings | options)  # before anything is moved or written
@@ -299,7 +299,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         network.to(group.device())
     engines = build_engines(run, settings, system, draw=False)
     ema = EmaShadow(engines.masters, run.ema, system.averaged)  # shadows the fp32 weights this rank owns
-    weights = engines.count_weights(system.frozen())
+    weights = engines.count_weights_by_part(system.frozen())
     say("weights: " + ", ".join(f"{part} {count:,}" for part, count in weights.items()))
     if run.save.format == "deepspeed":
         say("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
@@ -337,7 +337,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         folder=folder,
         max_bad_fraction=run.data.max_bad_fraction,
         flip=run.data.flip,
-        steps=run.steps + course.shift,
+        steps=run.steps + course.batch_shift,
     )
     quality = build_and_prepare_training_metrics(run, system, source, held_out_source)
     tracker = Tracker(
@@ -423,8 +423,8 @@ def load_weights(
     if step == 0:
         loaded = read_adapted_weights(run.init_from, system) if run.init_from is not None else {}
         get_phases().print_lines(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))
-        engines.draw_weights({part: values for part, (values, _) in loaded.items()})
-        ema.reset()
+        engines.initialize_weights({part: values for part, (values, _) in loaded.items()})
+        ema.reset_to_masters()
     get_phases().print_lines(
         f"goes on from step {step} of {run.steps}"
         if step

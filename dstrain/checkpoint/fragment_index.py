@@ -57,7 +57,7 @@ def make_shard_index_rows(entries: Iterable[tuple[str, Fragment, Any]], size_and
     return Rows(list(dict.fromkeys(kind for kind, _ in fragments)), table, size_and_hash["hash"])
 
 
-def write_indices(
+def write_index_files(
     folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> dict[str, dict[str, Any]]:
     """Writes the index file of each part, on rank 0, from the rows of all ranks. Returns {file name: {size, hash}} on
@@ -70,12 +70,16 @@ def write_indices(
     if gathered is None:
         return {}
     return {
-        make_index_file_name(part): write_index(folder, part, [by_part[part] for by_part in gathered], shapes(part))
+        make_index_file_name(part): write_index_file(
+            folder, part, [by_part[part] for by_part in gathered], shapes(part)
+        )
         for part in own
     }
 
 
-def write_index(folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def write_index_file(
+    folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]
+) -> dict[str, Any]:
     """Writes the index file of one part, and flushes it to the disk. Returns its {size, hash} for a manifest.
 
     by_rank: the index rows of each rank's shard

@@ -51,7 +51,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     notes: tuple[str, ...] = ()
     with _collect_problems(problems):
         before = {} if options.from_scratch else folders.read_earlier_settings(run.directory)
-        resolved = settings.resolve_settings(
+        resolved = settings.resolve_deepspeed_settings(
             find_ds_config(options.ds_config),
             world,
             device_type,
@@ -59,10 +59,10 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
             optimizer=run.optimizer,
             faults=run.faults,
             sequence=run.parallel.sequence,
-            before=before,
+            settings_at_start=before,
         )
     if not problems:
-        problems += systems.build_config(run.system, run.model).conflicts_at(settings.read_stage(resolved))
+        problems += systems.build_config(run.system, run.model).conflicts_at(settings.read_zero_stage(resolved))
     if not problems and group.read_rank_and_world().rank == 0:
         with _collect_problems(problems):
             checked_remarks, notes = _check_data_and_list_remarks(run, options, resolved, world)

@@ -120,10 +120,10 @@ def _run_verb(verb: Verb) -> None:
         module.run_verb(options)
         return
     from dstrain.distributed import group
-    from dstrain.engine.start import start_group
+    from dstrain.engine.start import start_process_group
 
     if group.read_rank_and_world().world > 1:
-        start_group()
+        start_process_group()
     module.run_verb(options)
     group.leave_process_group()
 

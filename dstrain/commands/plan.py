@@ -12,7 +12,7 @@ from dstrain.commands.options.shipped import find_ds_config
 from dstrain.disk import small
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import get_stops
-from dstrain.engine.settings import read_precision, read_stage, resolve_settings
+from dstrain.engine.settings import read_precision, read_zero_stage, resolve_deepspeed_settings
 from dstrain.planning.advice import (
     MAX_RANKS,
     Case,
@@ -85,7 +85,7 @@ def make_case(
     if network is not None and device.name is None:
         raise ConfigError(f"--network: --gpu {gpu} names no chip, so that nothing is timed: leave it out, or name one")
     device = device if network is None else replace(device, network=network * 1e9 / 8)
-    resolve_settings(
+    resolve_deepspeed_settings(
         ds_config,
         world,
         "cuda",
@@ -160,7 +160,7 @@ def _format_estimate_row(estimate: Estimate) -> str:
     accumulation = estimate.settings["gradient_accumulation_steps"]
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
     return (
-        f"{read_stage(estimate.settings):>5} {estimate.micro_batch:>6} {accumulation:>8} "
+        f"{read_zero_stage(estimate.settings):>5} {estimate.micro_batch:>6} {accumulation:>8} "
         f"{estimate.collect_choices()['model.recompute']:>10} {estimate.device_bytes / 1e9:>8.2f} {free / 1e9:>8.2f} "
         f"{speed}"
         + (f"  parallel.sequence={estimate.run.parallel.sequence}" if estimate.run.parallel.sequence > 1 else "")
@@ -187,7 +187,7 @@ def _describe_run(estimate: Estimate) -> list[str]:
     host = [name for name, value in estimate.collect_choices().items() if value == "cpu"]
     return [
         f"{run.name} on {_name_machines(estimate)}",
-        f"stage {read_stage(settings)}, {read_precision(settings)}, {sizes}, recompute "
+        f"stage {read_zero_stage(settings)}, {read_precision(settings)}, {sizes}, recompute "
         f"{estimate.collect_choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
         "weights    "
         + ", ".join(f"{part} {_format_number(number)}" for part, number in estimate.counts.weights.items()),

@@ -24,7 +24,7 @@ from dstrain.disk.owner import is_held
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.engine.ema import snapshots
-from dstrain.engine.ema.combine import Combined, Snapshot, hash_snapshots, select_combinable_snapshots
+from dstrain.engine.ema.combine import Snapshot, SnapshotCombiner, hash_snapshots, select_combinable_snapshots
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import trained
 from dstrain.runs.folders import claim_output
@@ -75,12 +75,12 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
     """
     snapshots = list_usable_snapshots(options.folder, options.step)
     step, origin = snapshots[-1].step, {"snapshots": [s.step for s in snapshots], "identity": hash_snapshots(snapshots)}
-    parts = [Combined(snapshots, part) for part in snapshots[-1].parts]
+    parts = [SnapshotCombiner(snapshots, part) for part in snapshots[-1].parts]
     usual = sorted(
         {*USUAL, *(width for part in parts for width in snapshots[-1].get_average_counters(part.part)["widths"])}
     )
-    widths = options.widths or [width for width in usual if all(part.can_make(width) for part in parts)]
-    misfits = {width: {part.part: part.solve(width).misfit for part in parts} for width in widths}
+    widths = options.widths or [width for width in usual if all(part.can_make_average(width) for part in parts)]
+    misfits = {width: {part.part: part.solve_for_width(width).misfit for part in parts} for width in widths}
     folder = options.folder / RECONSTRUCTED
     with explain_write_errors(f"folder={options.folder}", "make room there"):
         stores = {
@@ -162,7 +162,7 @@ def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
 
 
 def _write_averages(
-    last: Snapshot, parts: Sequence[Combined], stores: dict[float, Store], extras: dict[float, Any]
+    last: Snapshot, parts: Sequence[SnapshotCombiner], stores: dict[float, Store], extras: dict[float, Any]
 ) -> None:
     """Writes an average into each store at the step of the snapshot `last`; each rank writes its share. Raises
     ConfigError if an average cannot be written.
@@ -184,7 +184,7 @@ def _write_averages(
     try:
         for part in parts:
             name = make_shard_file_name(part.part, *share)
-            entries = part.write([folder / name for folder in folders.values()], list(folders), *share)
+            entries = part.write_averages([folder / name for folder in folders.values()], list(folders), *share)
             for width, entry in zip(folders, entries):
                 hashed[width][name] = entry
         for folder in folders.values() if group.rank() == 0 else ():

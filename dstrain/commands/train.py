@@ -10,7 +10,7 @@ from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import get_stops
 from dstrain.engine import settings
-from dstrain.engine.start import open_store
+from dstrain.engine.start import open_launch_store
 from dstrain.recipe import dump_run
 
 
@@ -21,7 +21,7 @@ def run_verb(options: TrainOptions) -> None:
     get_stops().install_signal_handlers(signal.SIGINT)
     trains, place = not (options.print_config or options.dry_run), read_rank_and_world()
     if trains and place.rank == 0 and place.world > 1 and "TORCHELASTIC_RUN_ID" not in os.environ:
-        open_store()  # the other ranks come there, while this one lists data
+        open_launch_store()  # the other ranks come there, while this one lists data
     get_phases().enter_phase("checking recipe, data and folder")
     job = prepare_job(options)
     if options.print_config:
@@ -44,7 +44,7 @@ def describe_job(job: Job) -> str:
 def summarize_job(job: Job) -> str:
     """Returns a line about what is going to be trained."""
     run, micro = job.run, job.settings["train_micro_batch_size_per_gpu"]
-    sharding = f"ZeRO stage {settings.read_stage(job.settings)}, {settings.read_precision(job.settings)}"
+    sharding = f"ZeRO stage {settings.read_zero_stage(job.settings)}, {settings.read_precision(job.settings)}"
     place = "a rank" if run.parallel.sequence == 1 else f"{run.parallel.sequence} ranks"
     return (
         f"{run.name}: {run.system}, {run.steps:,} steps of {run.batch.global_:,} samples, {micro} on {place} at a "

@@ -10,7 +10,7 @@ from dstrain.distributed.environment import make_private_folder, try_to_make_wri
 from dstrain.recipe import ConfigError
 
 
-def prepare_environment() -> None:
+def set_deepspeed_environment() -> None:
     """Sets the environment variables that DeepSpeed and torch read when they are imported or compile code:
 
     DS_ACCELERATOR         cuda if torch finds a GPU, else cpu

@@ -4,8 +4,8 @@ backward pass recomputes activations.
 A block keeps its place in the network and the names of its weights; only its `forward` is replaced, so that hooks of
 modules stay outside of what is compiled. ZeRO-3 has hooks before and after each module, which Dynamo cannot trace: a
 block whose layers have hooks is split into several graphs at each of them. Such hooks may not run within
-recompute=attention either, which expects the same operations again. `prepare_blocks` makes such blocks leaf modules:
-one hook gathers the weights of the whole block.
+recompute=attention either, which expects the same operations again. `wrap_block_forwards` makes such blocks leaf
+modules: one hook gathers the weights of the whole block.
 
 Tried for a DiT of 4 blocks at stage 3: as leaf modules, one graph and no break; DeepSpeed's `engine.compile`, of the
 whole network, 35 graphs and 44 breaks. Its DeepCompile is built for CUDA alone, and has not been tried.
@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from dstrain.engine.masters import find_full_shape
 from dstrain.engine.patches import replace_linear_of_zero3
-from dstrain.engine.settings import read_stage
+from dstrain.engine.settings import read_zero_stage
 from dstrain.recipe import ConfigError
 
 # What recompute=attention keeps: products with weights, which are most of the work and few of the bytes. The products
@@ -37,12 +37,12 @@ from dstrain.recipe import ConfigError
 PRODUCTS = ("mm", "addmm", "convolution")
 
 
-def prepare_blocks(
+def wrap_block_forwards(
     network: nn.Module,
     blocks: tuple[type[nn.Module], ...],
     recompute: str | int = "none",
     compiled: bool = False,
-    scattered: bool = False,
+    zero3: bool = False,
     host: "HostMemory | None" = None,
 ) -> None:
     """Replaces the forward method of each repeated block of a network by one that is compiled, or that recomputes its
@@ -53,7 +53,7 @@ def prepare_blocks(
     recompute   model.recompute: none, attention, all, offload, or a number k: all for every k-th block, none for the
                 others
     compiled    whether torch.compile compiles the blocks
-    scattered   whether ZeRO-3 will partition the weights; if so, blocks that are compiled or have recompute=attention
+    zero3       whether ZeRO-3 will partition the weights; if so, blocks that are compiled or have recompute=attention
                 become leaf modules
     host        keeps the first inputs of blocks with recompute=offload; None: a new HostMemory
 
@@ -62,7 +62,7 @@ def prepare_blocks(
     """
     host = host or HostMemory()
     repeated = [module for module in network.modules() if isinstance(module, blocks)]
-    if scattered and repeated and (compiled or recompute == "attention"):
+    if zero3 and repeated and (compiled or recompute == "attention"):
         from deepspeed.utils import set_z3_leaf_modules
 
         set_z3_leaf_modules(network, list({type(module) for module in repeated}))
@@ -76,21 +76,23 @@ def prepare_blocks(
         if isinstance(recompute, int):  # every so many blocks
             keeps = "none" if number % recompute else "all"
         if compiled:
-            plain = partial(graphs.forward, module, "none" if keeps == "offload" else keeps, describe_structure(module))
-            module.forward = partial(host.forward, plain) if keeps == "offload" else plain
+            plain = partial(
+                graphs.run_compiled_block, module, "none" if keeps == "offload" else keeps, make_structure_key(module)
+            )
+            module.forward = partial(host.run_with_offloaded_input, plain) if keeps == "offload" else plain
         elif keeps == "offload":
-            module.forward = partial(host.forward, partial(type(module).forward, module))
+            module.forward = partial(host.run_with_offloaded_input, partial(type(module).forward, module))
         elif keeps != "none":
             module.forward = partial(run_block, module, keeps)
 
 
-def check_leaf_module_names(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
+def require_known_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
     """Checks zero_optimization.leaf_module of DeepSpeed's JSON at stage 3; DeepSpeed would only warn. Raises
     ConfigError if one of its lists is empty, or if it names a class, module or suffix that no module of any network
     has.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
-    if not chosen or read_stage(settings) < 3:
+    if not chosen or read_zero_stage(settings) < 3:
         return
     names, classes = [], []
     for network in networks.values():
@@ -124,7 +126,7 @@ def mark_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
     deepspeed.initialize.
     """
     chosen = settings.get("zero_optimization", {}).get("leaf_module")
-    if not chosen or read_stage(settings) < 3:
+    if not chosen or read_zero_stage(settings) < 3:
         return
     from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
     from deepspeed.utils.z3_leaf_module import apply_zero_leaf_module_config
@@ -190,17 +192,17 @@ class HostMemory:
     (model.recompute=offload).
     """
 
-    def forward(self, plain: Callable, *inputs: Any, **named: Any) -> Any:
-        """Returns the output of `plain`, the forward pass of a block. If gradients are recorded, keeps only the block's
-        first input, as a copy in the host's memory; the backward pass fetches it and computes the block again. The
-        other inputs, which blocks share, stay on their device.
+    def run_with_offloaded_input(self, run_forward: Callable, *inputs: Any, **named: Any) -> Any:
+        """Returns the output of `run_forward`, the forward pass of a block. If gradients are recorded, keeps only the
+        block's first input, as a copy in the host's memory; the backward pass fetches it and computes the block again.
+        The other inputs, which blocks share, stay on their device.
         """
         if not torch.is_grad_enabled():
-            return plain(*inputs, **named)
+            return run_forward(*inputs, **named)
         others = inputs[1:]
         # Within, torch.utils.checkpoint has hooks of its own: these get what it keeps of the inputs alone.
         with saved_tensors_hooks(self.send_to_host, self.fetch_from_host):
-            return checkpoint(lambda *first: plain(*first, *others, **named), *inputs[:1], use_reentrant=False)
+            return checkpoint(lambda *first: run_forward(*first, *others, **named), *inputs[:1], use_reentrant=False)
 
     def send_to_host(self, tensor: Tensor) -> tuple[torch.device, Tensor]:
         """Starts to copy a tensor to the host's memory. Returns the device of the tensor and the copy, without waiting
@@ -235,16 +237,18 @@ class Graphs:
     def __init__(self) -> None:
         self._by_kind: dict[tuple, Callable] = {}
 
-    def forward(self, module: nn.Module, recompute: str, built: tuple, *inputs: Any, **named: Any) -> Any:
+    def run_compiled_block(
+        self, module: nn.Module, recompute: str, structure: tuple, *inputs: Any, **named: Any
+    ) -> Any:
         """Returns what `run_block` returns, computed by a compiled graph. The first call compiles the graph. Later
-        calls use it again if `built`, `recompute` and the shapes of the inputs are the same, and gradients are recorded
-        as they were. Without gradients, the first dimension of the inputs may differ.
+        calls use it again if `structure`, `recompute` and the shapes of the inputs are the same, and gradients are
+        recorded as they were. Without gradients, the first dimension of the inputs may differ.
 
-        built   the structure of the module, as `describe_structure` returns it
+        structure   the structure of the module, as `make_structure_key` returns it
         """
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor) and value.ndim]
         records = torch.is_grad_enabled()
-        kind = (built, recompute, records, *(tensor.shape if records else tensor.shape[1:] for tensor in tensors))
+        kind = (structure, recompute, records, *(tensor.shape if records else tensor.shape[1:] for tensor in tensors))
         compiled = self._by_kind.get(kind)
         if compiled is None:
             compiled = self._by_kind[kind] = torch.compile(_copy_function(run_block), dynamic=False)
@@ -260,13 +264,13 @@ def _copy_function(function: FunctionType) -> FunctionType:
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
-def describe_structure(block: nn.Module) -> tuple:
+def make_structure_key(block: nn.Module) -> tuple:
     """Returns a hashable description of a block, equal for blocks that can share a compiled graph. It holds for each
     module in the block: its class, its attributes that are numbers, strings or None (without `training`), and the names
     and whole shapes of its weights.
     """
 
-    def list_settings_and_shapes() -> Iterator[tuple]:
+    def iterate_settings_and_shapes() -> Iterator[tuple]:
         for module in block.modules():
             settings = (
                 (name, value)
@@ -276,7 +280,7 @@ def describe_structure(block: nn.Module) -> tuple:
             shapes = ((name, tuple(find_full_shape(weight))) for name, weight in module.named_parameters(recurse=False))
             yield type(module), *settings, *shapes
 
-    return tuple(list_settings_and_shapes())
+    return tuple(iterate_settings_and_shapes())
 
 
 def convert_inputs_to_channels_last(network: nn.Module) -> None:
@@ -292,9 +296,9 @@ def convert_inputs_to_channels_last(network: nn.Module) -> None:
     )
 
 
-def _convert_to_channels_last(x: Tensor) -> Tensor:
-    if x.shape[1] != 1:
-        return x.contiguous(memory_format=torch.channels_last)
+def _convert_to_channels_last(images: Tensor) -> Tensor:
+    if images.shape[1] != 1:
+        return images.contiguous(memory_format=torch.channels_last)
     # With one channel both layouts are the same bytes, and torch keeps the strides of NCHW: set those of NHWC.
-    x, (_, _, height, width) = x.contiguous(), x.shape
-    return x.as_strided(x.shape, (height * width, 1, width, 1))
+    images, (_, _, height, width) = images.contiguous(), images.shape
+    return images.as_strided(images.shape, (height * width, 1, width, 1))

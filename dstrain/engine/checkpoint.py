@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dstrain.checkpoint import validate
-from dstrain.checkpoint.fragment_index import make_shard_index_rows, write_indices
+from dstrain.checkpoint.fragment_index import make_shard_index_rows, write_index_files
 from dstrain.checkpoint.fragments import make_stored_weights, open_shards, write_shard
 from dstrain.checkpoint.layout import COMMON, make_shard_file_name
 from dstrain.checkpoint.manifest import read_manifest
@@ -36,7 +36,7 @@ from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.optimizers import CODES, restore_bytes_from_floats
-from dstrain.engine.patches import defer_errors, make_universal_info
+from dstrain.engine.patches import defer_write_errors, make_universal_checkpoint_entry
 from dstrain.engine.recovery import Divergence, State, make_divergence_advice, require_finite_weights
 from dstrain.recipe import ConfigError, NotRead, Save
 
@@ -73,7 +73,7 @@ class Checkpoints:
     ):
         metric = save.best if isinstance(save.best, str) else "loss"
         self.store = Store(
-            folder, save.keep, save.keep_every, validate.require_loadable_checkpoint, metric, self._write_indices
+            folder, save.keep, save.keep_every, validate.require_loadable_checkpoint, metric, self._write_index_files
         )
         self.course = course or Divergence()
         self._native = save.format == "deepspeed"  # master and moments stand in DeepSpeed's own files
@@ -85,7 +85,7 @@ class Checkpoints:
             engines.masters,
             ema,
             save.asynchronous,
-            lambda: self._collect_common(ema.flats),
+            lambda: self._collect_common_file_content(ema.flats),
             lambda line: self.saver.report(line),
         )
 
@@ -141,7 +141,7 @@ class Checkpoints:
         self._resume_from_checkpoint(*newest)
         return step
 
-    def _load_verified(self, path: Path) -> State:
+    def _load_verified_checkpoint(self, path: Path) -> State:
         """Loads a checkpoint whose files have just been verified. Returns the record of skipped steps and rollbacks
         that the checkpoint contains. Raises NotRead if the files cannot be read any more.
         """
@@ -155,12 +155,12 @@ class Checkpoints:
             ) from error
 
     def _resume_from_checkpoint(self, step: int, path: Path) -> None:
-        self.course.state = self._load_verified(path)
+        self.course.state = self._load_verified_checkpoint(path)
         self.saver.newest = step
         self.averages.set_newer_steps_aside(step)
 
-    def roll_back(self, done: int, trouble: str) -> int:
-        """Loads the newest good checkpoint from before the trouble that was found after `done` steps. Renames
+    def roll_back(self, steps_done: int, trouble: str) -> int:
+        """Loads the newest good checkpoint from before the trouble that was found after `steps_done` steps. Renames
         checkpoints and snapshots of later steps, so that they no longer count. Returns the step of the loaded
         checkpoint.
 
@@ -171,11 +171,12 @@ class Checkpoints:
         course = self.course
         self.saver.wait_for_save()
         steps = self.store.list_rollback_steps(
-            course.find_step_before_trouble(done), course.state.rollbacks[-1][1] if course.rollbacks else None
+            course.find_step_before_trouble(steps_done),
+            course.state.rollbacks[-1][1] if course.rollback_count else None,
         )
-        if course.rollbacks - course.state.forgiven >= course.faults.max_rollbacks:
+        if course.rollback_count - course.state.forgiven >= course.faults.max_rollbacks:
             reason = (
-                f"The run has gone back {course.rollbacks} times (faults.max_rollbacks="
+                f"The run has gone back {course.rollback_count} times (faults.max_rollbacks="
                 f"{course.faults.max_rollbacks}: a higher number lets it go back again)"
             )
         elif (newest := self.store.find_newest_checkpoint(self.saver.report, among=steps)) is None:
@@ -184,7 +185,7 @@ class Checkpoints:
             reason = "The checkpoints are DeepSpeed's own files, which only --trust-pickle reads"
         else:
             step, path = newest
-            course.record_rollback(done, step, self._load_verified(path).model_dump())
+            course.record_rollback(steps_done, step, self._load_verified_checkpoint(path).model_dump())
             self.store.set_newer_steps_aside(step)
             self.averages.set_newer_steps_aside(step)
             self.saver.newest = step
@@ -206,7 +207,7 @@ class Checkpoints:
         """
         require_finite_weights(self._engines.masters, step, self.store)
         self.averages.saver.wait_for_save()
-        common, course = self._collect_common(), self.course.state
+        common, course = self._collect_common_file_content(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
         extra = {
             "kind": (ROUTINE if routine else STOP) if course.has_no_trouble else TROUBLE,
@@ -217,9 +218,9 @@ class Checkpoints:
             extra["metric"] = self.store.metric
         self.saver.save(
             step,
-            self._list_fragments_to_save(),
-            lambda folder, entries: self._write_files(folder, entries, common),
-            need_bytes=self._estimate_bytes(),
+            self._collect_fragments_to_save(),
+            lambda folder, entries: self._write_rank_files(folder, entries, common),
+            need_bytes=self._estimate_checkpoint_bytes(),
             score=score,
             last=last,
             extra=extra,
@@ -229,23 +230,23 @@ class Checkpoints:
         """Writes the run's record of skipped steps and rollbacks into the manifest of the checkpoint of `step`. Does
         nothing if there were no rollbacks. Call it if the run stops at the checkpoint to which it has just gone back.
         """
-        if self.course.rollbacks:
+        if self.course.rollback_count:
             self.store.add_manifest_entries(step, course=self.course.state.model_dump())
 
-    def _list_flats_by_kind(self, part: str, native: bool) -> Iterator[tuple[str, list[Tensor]]]:
+    def _iterate_flats_by_kind(self, part: str, averages_only: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Yields (kind, this rank's flat fp32 tensors) for each kind of a part's values that a checkpoint stores:
-        "master" for its weights, the optimizer's moments by their names, and "ema.NUMBER" for each average. If `native`
-        is True, yields the averages alone, since DeepSpeed's own files hold the others.
+        "master" for its weights, the optimizer's moments by their names, and "ema.NUMBER" for each average. If
+        `averages_only` is True, yields the averages alone, since DeepSpeed's own files hold the others.
         """
         masters = self._engines.masters[part]
-        if not native:
+        if not averages_only:
             yield "master", masters.flats
             for moment in masters.moment_kinds:
-                yield moment, masters.read_moments(moment)
+                yield moment, masters.get_moments_in_fp32(moment)
         for decay, flats in self._ema.flats.get(part, {}).items():
             yield f"ema.{decay!r}", flats
 
-    def _list_fragments_to_save(self) -> Entries:
+    def _collect_fragments_to_save(self) -> Entries:
         """Returns {part: [(kind, fragment, values), ...]}: the values that this rank writes into a checkpoint. `kind`
         says what they are: a weight itself (master), a moment of the optimizer, or an average. `fragment` says to which
         elements of which weight they belong. Most values are views of live memory, which change as training goes on.
@@ -253,48 +254,54 @@ class Checkpoints:
         return {
             part: [
                 (kind, fragment, view)
-                for kind, flats in self._list_flats_by_kind(part, self._native)
-                for fragment, view in masters.list_own_views(flats)
+                for kind, flats in self._iterate_flats_by_kind(part, self._native)
+                for fragment, view in masters.iterate_views_to_save(flats)
             ]
-            + list(masters.list_coded_moments_to_save())
-            + [("master", fragment, values) for fragment, values in masters.list_frozen_to_save()]
+            + list(masters.iterate_8bit_moments_to_save())
+            + [("master", fragment, values) for fragment, values in masters.iterate_frozen_weights_to_save()]
             for part, masters in self._engines.masters.items()
         }
 
-    def _write_files(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
+    def _write_rank_files(self, folder: Path, entries: Entries, common: validate.Common) -> Hashes:
         """Writes this rank's files of a checkpoint into `folder`: its shards, on rank 0 also common.safetensors, and
         with save.format=deepspeed DeepSpeed's own files. Returns {name: {size, hash}} of the shards alone. Remembers
-        where each fragment of a weight lies in the shards, for `_write_indices`.
+        where each fragment of a weight lies in the shards, for `_write_index_files`.
         """
         if self._native:
-            with defer_errors(self._engines.values()):
+            with defer_write_errors(self._engines.values()):
                 for part, engine in self._engines.items():
                     engine.save_checkpoint(
-                        str(folder / "deepspeed"), tag=part, client_state=make_universal_info(), save_latest=False
+                        str(folder / "deepspeed"),
+                        tag=part,
+                        client_state=make_universal_checkpoint_entry(),
+                        save_latest=False,
                     )
         names = {part: make_shard_file_name(part, group.rank(), group.world()) for part in entries}
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
         self._rows = {part: make_shard_index_rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
-            validate.write_common(folder, common)
+            validate.write_common_file(folder, common)
         return hashes
 
-    def _write_indices(self, folder: Path) -> Hashes:
-        return write_indices(folder, self._rows, self._engines.list_shapes)
+    def _write_index_files(self, folder: Path) -> Hashes:
+        return write_index_files(folder, self._rows, self._engines.collect_weight_shapes)
 
-    def _estimate_bytes(self) -> int:
+    def _estimate_checkpoint_bytes(self) -> int:
         """Returns an upper bound of the number of bytes that this rank will write into a checkpoint."""
         copies = {
-            part: len(list(self._list_flats_by_kind(part, self._native))) + 4 * self._native for part in self._engines
+            part: len(list(self._iterate_flats_by_kind(part, self._native))) + 4 * self._native
+            for part in self._engines
         }
         entry = 40  # bytes in the index
         total = 1 << 20
         for part, masters in self._engines.masters.items():
-            total += sum(copies[part] * (4 * view.numel() + entry) for _, view in masters.list_own_views(masters.flats))
-            total += sum(4 * values.numel() + entry for _, values in masters.list_frozen_to_save())
+            total += sum(
+                copies[part] * (4 * view.numel() + entry) for _, view in masters.iterate_views_to_save(masters.flats)
+            )
+            total += sum(4 * values.numel() + entry for _, values in masters.iterate_frozen_weights_to_save())
         return total
 
-    def _collect_common(self, parts: Collection[str] | None = None) -> validate.Common:
+    def _collect_common_file_content(self, parts: Collection[str] | None = None) -> validate.Common:
         """Returns what common.safetensors holds: (tensors, counters), for `parts` or, if it is None, for all parts.
 
         tensors    {name: copy on the CPU} of the system's state and of the parts' buffers
@@ -304,15 +311,16 @@ class Checkpoints:
         counters: dict[str, Any] = {}
         for part in (part for part in self._engines if parts is None or part in parts):
             tensors |= {
-                f"buffer/{part}/{name}": buffer for name, buffer in _list_saved_buffers(self._engines[part].module)
+                f"buffer/{part}/{name}": buffer
+                for name, buffer in _iterate_persistent_buffers(self._engines[part].module)
             }
             masters = self._engines.masters[part]
             counters[part] = {
-                "updates": masters.updates,
-                "skipped": masters.skipped,
+                "updates": masters.update_count,
+                "skipped": masters.skipped_count,
                 "stage": masters.stage,
                 "scaler": masters.scaler_state,
-                **self._ema.list_counters(part),
+                **self._ema.collect_counters(part),
             }
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
 
@@ -349,7 +357,7 @@ class Checkpoints:
                 self._load_deepspeed_files(part, path, counters["stage"])
             else:
                 saved = {name: shards.find_shape(name) for name in shards.list_tensor_names("master")}
-                expected = {name: tuple(shape) for name, shape in self._engines.list_shapes(part).items()}
+                expected = {name: tuple(shape) for name, shape in self._engines.collect_weight_shapes(part).items()}
                 validate.require_same_shapes(path, part, saved, expected)
                 held = {kind for kind in shards.list_value_kinds() if not kind.startswith("ema.")} - {"master", *CODES}
                 # They differ only after --allow-change: the recipe is compared before.
@@ -360,7 +368,7 @@ class Checkpoints:
                             f"{path.name} holds {', '.join(sorted(held))} of {part}, and this optimizer "
                             f"keeps {', '.join(masters.moment_kinds)}: it begins without moments"
                         )
-            for kind, flats in self._list_flats_by_kind(part, native):
+            for kind, flats in self._iterate_flats_by_kind(part, native):
                 if anew and kind in masters.moment_kinds:
                     continue
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
@@ -368,32 +376,34 @@ class Checkpoints:
                 if source != kind and group.rank() == 0:
                     self.saver.report(f"{path.name} holds no {kind} of {part}: it starts from the weights")
                 if source in shards.list_value_kinds():
-                    for fragment, view in masters.list_views(flats):
+                    for fragment, view in masters.iterate_fragment_views(flats):
                         view.copy_(shards.read(source, fragment.name, fragment.start, fragment.numel, fragment.shape))
                     if kind in masters.moment_kinds:
-                        masters.write_moments(kind, flats)
+                        masters.write_back_8bit_moments(kind, flats)
                 elif kind.startswith("ema."):
                     torch._foreach_copy_(flats, [flat.detach() for flat in masters.flats])
             for fragment, values in masters.frozen:
                 values.copy_(shards.read("master", fragment.name, fragment.start, fragment.numel, fragment.shape))
-            for kind, name, codes in masters.list_coded_moments():
+            for kind, name, codes in masters.iterate_8bit_moments():
                 if not anew and shards.has_tensor(kind, name):
                     restore_bytes_from_floats(codes, shards.read(kind, name))
         buffers = validate.select_and_strip_prefix(common, f"buffer/{part}/")
-        for name, buffer in _list_saved_buffers(engine.module):
+        for name, buffer in _iterate_persistent_buffers(engine.module):
             if name in buffers:
                 saved = {name: tuple(buffers[name].shape)}
                 validate.require_same_shapes(path, part, saved, {name: tuple(buffer.shape)})
                 buffer.copy_(buffers[name])
         if (
-            not self._ema.resume_averages(part, counters.get("averages"), step := read_manifest(path)["step"])
+            not self._ema.resume_or_restart_averages(
+                part, counters.get("averages"), step := read_manifest(path)["step"]
+            )
             and group.rank() == 0
         ):
             self.saver.report(
                 f"averages by width (ema.profiles) of {part} begin at step {step}: widths are shares of "
                 "the updates since then"
             )
-        masters.updates, masters.skipped = 0 if anew else counters["updates"], counters["skipped"]
+        masters.update_count, masters.skipped_count = 0 if anew else counters["updates"], counters["skipped"]
         masters.scaler_state = counters["scaler"]
         masters.copy_masters_to_network()
 
@@ -448,7 +458,7 @@ def read_ema_decays(path: Path, part: str) -> list[float]:
     return open_shards(path, part).list_average_decays()
 
 
-def _list_saved_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _iterate_persistent_buffers(module: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Returns an iterator of (name, buffer) over the persistent buffers of a module, which its state dict holds."""
     transient = {
         f"{prefix}.{name}" if prefix else name

@@ -16,21 +16,21 @@ from dstrain.distributed.group import world
 from dstrain.distributed.progress import get_phases
 from dstrain.engine.blocks import (
     HostMemory,
-    check_leaf_module_names,
     convert_inputs_to_channels_last,
     mark_leaf_modules,
-    prepare_blocks,
+    require_known_leaf_modules,
     should_compile,
+    wrap_block_forwards,
 )
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, return_freed_memory_to_system
 from dstrain.engine.masters import Masters
 from dstrain.engine.optimizers import Decays, build_optimizer, find_full_shape, freeze_weights, group_weights
-from dstrain.engine.patches import flatten_in_place
+from dstrain.engine.patches import flatten_weights_without_copy
 from dstrain.engine.settings import (
     are_gradients_summed_in_fp32,
     is_optimizer_offloaded,
     make_deepspeed_config,
-    read_stage,
+    read_zero_stage,
 )
 from dstrain.engine.updates import Flag, WideSums
 from dstrain.recipe import Optimizer
@@ -56,7 +56,7 @@ class Engines(Mapping[str, Any]):
         channels_last: bool = False,
         draw: bool = True,
     ):
-        """Builds the networks and an engine for each, with the `settings` that resolve_settings has returned.
+        """Builds the networks and an engine for each, with the `settings` that resolve_deepspeed_settings has returned.
 
         decays      returns whether weight decay applies to a weight, from its name and the weight
         blocks      classes of the networks' repeated blocks
@@ -76,12 +76,14 @@ class Engines(Mapping[str, Any]):
         built = self._build_networks(networks, seed)
         bare = {part: network for part, (network, _) in built.items()}
         freeze_weights(bare, train_only, optimizer)
-        check_leaf_module_names(bare, settings)
+        require_known_leaf_modules(bare, settings)
         self._initial = {part: values for part, (_, values) in built.items()}
         for part, (network, values) in built.items():
             if channels_last:
                 convert_inputs_to_channels_last(network)
-            prepare_blocks(network, blocks, recompute, compiled, scattered=read_stage(settings) == 3, host=self.host)
+            wrap_block_forwards(
+                network, blocks, recompute, compiled, zero3=read_zero_stage(settings) == 3, host=self.host
+            )
             mark_leaf_modules(network, settings)
             self._engines[part] = self._initialize_engine(part, network, optimizer, decays, blocks)
             self.masters[part] = Masters(self._engines[part])
@@ -90,13 +92,13 @@ class Engines(Mapping[str, Any]):
                 self._fill_masters_and_buffers(part, values(()))
         return_freed_memory_to_system()
         if draw:
-            self.draw_weights()
+            self.initialize_weights()
 
     def _build_networks(self, networks: Networks, seed: int) -> dict[str, tuple[nn.Module, Values]]:
         """Builds new networks. Returns {part: (network, function that yields its initial values)}; initial.Values is
         the type of this function. Adds a note for the user if, at stage 3, every rank had to build the whole networks.
         """
-        if read_stage(self.settings) != 3:
+        if read_zero_stage(self.settings) != 3:
             return build_networks(networks, seed)
         return build_networks(
             networks,
@@ -106,15 +108,15 @@ class Engines(Mapping[str, Any]):
             ),
         )
 
-    def draw_weights(self, known: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
-        """Sets all weights and buffers. Those in `known`, {part: {state-dict name: value}}, get these values. The
-        others get initial values that depend only on the seed. Call it on all ranks.
+    def initialize_weights(self, known_weights: Mapping[str, Mapping[str, Tensor]] | None = None) -> None:
+        """Sets all weights and buffers. Those in `known_weights`, {part: {state-dict name: value}}, get these values.
+        The others get initial values that depend only on the seed. Call it on all ranks.
 
         A rank draws only the modules of which it owns some weights. It gets the other weights from the other ranks.
         """
         for part, values in self._initial.items():
-            given = (known or {}).get(part, {})
-            owned = self.masters[part].list_owned_names() - given.keys()
+            given = (known_weights or {}).get(part, {})
+            owned = self.masters[part].collect_owned_weight_names() - given.keys()
             drawn = ((name, value) for name, value in values(owned) if name not in given)
             self.set_weights(part, chain(drawn, given.items()))
 
@@ -135,7 +137,7 @@ class Engines(Mapping[str, Any]):
             if are_gradients_summed_in_fp32(self.settings)
             else None
         )
-        with flatten_in_place():
+        with flatten_weights_without_copy():
             engine = deepspeed.initialize(
                 model=network,
                 optimizer=optimizer,
@@ -143,7 +145,7 @@ class Engines(Mapping[str, Any]):
                 dist_init_required=False,
             )[0]
         if sums:
-            sums.attach(engine)
+            sums.attach_to_engine(engine)
         return engine
 
     def __getitem__(self, part: str) -> Any:
@@ -162,16 +164,16 @@ class Engines(Mapping[str, Any]):
         """
         return {part: engine.module for part, engine in self._engines.items()}
 
-    def list_shapes(self, part: str) -> dict[str, torch.Size]:
+    def collect_weight_shapes(self, part: str) -> dict[str, torch.Size]:
         """Returns {name: shape of the whole weight} for all weights of a part, frozen ones included."""
         return {name: find_full_shape(weight) for name, weight in self[part].module.named_parameters()}
 
-    def count_weights(self, frozen: Iterable[nn.Module]) -> dict[str, int]:
+    def count_weights_by_part(self, frozen_networks: Iterable[nn.Module]) -> dict[str, int]:
         """Returns {part: number of weights that it trains} and, as "frozen", the number of weights that are not
-        trained, those of the networks `frozen` included. The key "frozen" is absent if that number is 0.
+        trained, those of the networks `frozen_networks` included. The key "frozen" is absent if that number is 0.
         """
         counts = dict.fromkeys(self, 0)
-        still = sum(find_full_shape(weight).numel() for network in frozen for weight in network.parameters())
+        still = sum(find_full_shape(weight).numel() for network in frozen_networks for weight in network.parameters())
         for part, network in self.modules.items():
             for weight in network.parameters():
                 numel = find_full_shape(weight).numel()
@@ -193,14 +195,14 @@ class Engines(Mapping[str, Any]):
     def _fill_masters_and_buffers(self, part: str, values: Iterable[tuple[str, Tensor]]) -> None:
         buffers = dict(self[part].module.named_buffers())
 
-        def list_weights() -> Iterator[tuple[str, Tensor]]:
+        def set_buffers_and_yield_weights() -> Iterator[tuple[str, Tensor]]:
             for name, value in values:
                 if name in buffers:
                     buffers[name].data = value.to(buffers[name].device)
                 else:
                     yield name, value
 
-        self.masters[part].fill_masters(list_weights())
+        self.masters[part].fill_masters(set_buffers_and_yield_weights())
 
     @contextmanager
     def freeze_all_but(self, part: str) -> Iterator[dict[str, Any]]:
@@ -217,7 +219,7 @@ class Engines(Mapping[str, Any]):
             for weight in trained:
                 weight.requires_grad_(True)
 
-    def learn(self, part: str, loss: Tensor) -> None:
+    def run_backward_and_step(self, part: str, loss: Tensor) -> None:
         """Runs the backward pass of a part's loss and, on the last micro-batch of a step, updates the part's weights,
         unless a gradient of the step is not finite.
         """
@@ -226,17 +228,17 @@ class Engines(Mapping[str, Any]):
         self._engines[part].backward(loss)
         self.masters[part].step()
 
-    def collect_applied_flags(self) -> dict[str, Flag]:
+    def collect_update_flags(self) -> dict[str, Flag]:
         """Returns {part: whether its weights changed} for each part that had a turn in this step. The other parts are
         absent.
         """
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
-    def count_skipped(self) -> int:
+    def count_skipped_steps(self) -> int:
         """Returns the number of steps since the run began, resumes included, that were skipped because a gradient was
         not finite. If the parts differ, returns the largest number.
         """
-        return max(masters.skipped for masters in self.masters.values())
+        return max(masters.skipped_count for masters in self.masters.values())
 
     def begin_step(self, lr: float) -> None:
         """Begins a step: sets the learning rate of each weight to `lr` times the factor of its group (optimizer.rates),
@@ -260,7 +262,7 @@ class Engines(Mapping[str, Any]):
             prefix = "" if len(self) == 1 else f"{part}/"
             values = {
                 "grad_norm": masters.grad_norm,
-                "param_norm": masters.compute_norm(),
+                "param_norm": masters.compute_weight_norm(),
                 "loss_scale": masters.loss_scale,
             }
             figures |= {prefix + name: value for name, value in values.items() if value is not None}

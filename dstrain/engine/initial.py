@@ -13,13 +13,14 @@ There are two ways, and `build_networks` chooses one for all networks of a syste
                       `reset_parameters` would undo that. Then every rank builds the whole networks on the CPU, and the
                       weights are exactly those of `torch.manual_seed(seed); networks()` in plain torch.
 
-Which way is right is observed and not declared: see `explain_constructed_weights`.
+Which way is right is observed and not declared: see `explain_unresettable_weights`.
 
 Weights on the meta device get their memory in `allocate_weights`, so that no rank ever holds a second copy of them.
 
     stages 0 to 2    The weights of a parameter group lie one after another in one tensor of the compute dtype. Stages 1
                      and 2 want them so, and DeepSpeed would copy all of them for it: twice 2 bytes a weight in bf16,
-                     beside 16 / N for masters, moments and average. patches.flatten_in_place lets it keep ours.
+                     beside 16 / N for masters, moments and average. patches.flatten_weights_without_copy lets it keep
+                     ours.
     stage 3          A weight gets its memory when zero.Init asks for it, which keeps this rank's share and frees the
                      rest before it asks for the next one.
 
@@ -42,7 +43,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from dstrain.distributed import group
 from dstrain.engine.optimizers import find_full_shape
-from dstrain.engine.settings import read_precision, read_stage
+from dstrain.engine.settings import read_precision, read_zero_stage
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PADDING = 2  # elements for each rank: DeepSpeed pads a group to a multiple of it
@@ -81,7 +82,7 @@ def build_networks(
     cannot be built there. If some do not, the parameters hold what the constructors have set, and `note` is called with
     the reason. Raises RuntimeError on all ranks if the constructors leave other weights on some rank than on rank 0.
     """
-    reason = explain_constructed_weights(networks)
+    reason = explain_unresettable_weights(networks)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -92,21 +93,23 @@ def build_networks(
                 raise
             built = networks()
     if reason is None:
-        return {part: (network, partial(draw_weights, network, seed)) for part, network in built.items()}
+        return {part: (network, partial(draw_initial_weights, network, seed)) for part, network in built.items()}
     note(reason)
     copies = {
         part: [
             (_join_names(prefix, name), tensor.detach().clone())
             for prefix, module in network.named_modules()
-            for name, tensor in _list_own_tensors(module).items()
+            for name, tensor in _get_own_tensors(module).items()
         ]
         for part, network in built.items()
     }
     _require_same_on_all_ranks({f"{part}: {name}": value for part, values in copies.items() for name, value in values})
-    return {part: (network, partial(_pop_values, copies[part])) for part, network in built.items()}
+    return {part: (network, partial(_pop_all_values, copies[part])) for part, network in built.items()}
 
 
-def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+def draw_initial_weights(
+    network: nn.Module, seed: int, names: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
     """Draws initial weights: calls `reset_parameters` of each module, under a seed made of `seed` and the module's
     name. Yields (state-dict name, float32 value) of every parameter and buffer; integers keep their dtype. With
     `names`, draws only modules that own a buffer or one of these parameters.
@@ -115,15 +118,15 @@ def draw_weights(network: nn.Module, seed: int, names: Container[str] | None = N
     parameters are read.
     """
     for prefix, module in network.named_modules():
-        own = _list_own_tensors(module)
+        own = _get_own_tensors(module)
         if any(names is None or name in module._buffers or _join_names(prefix, name) in names for name in own):
             for name, value in _draw_module_weights(module, seed ^ zlib.crc32(prefix.encode())).items():
                 yield _join_names(prefix, name), value
 
 
-def _pop_values(values: list[tuple[str, Tensor]], names: object = None) -> Iterator[tuple[str, Tensor]]:
+def _pop_all_values(values: list[tuple[str, Tensor]], ignored_names: object = None) -> Iterator[tuple[str, Tensor]]:
     """Yields the (name, value) pairs of `values`. Removes each pair from the list, so that its memory can be freed; a
-    second call yields nothing. Ignores `names`, which is there because `draw_weights` takes it, too.
+    second call yields nothing. Ignores `ignored_names`, which is there because `draw_initial_weights` takes it, too.
     """
     while values:
         yield values.pop(0)
@@ -151,7 +154,7 @@ def place_weights_on_meta() -> Iterator[None]:
         hook.remove()
 
 
-def explain_constructed_weights(networks: Networks) -> str | None:
+def explain_unresettable_weights(networks: Networks) -> str | None:
     """Returns None if each module draws its own initial weights in `reset_parameters`. Otherwise returns the reason why
     the weights must stay as the constructors leave them, for example that the networks cannot be built on the meta
     device.
@@ -159,7 +162,7 @@ def explain_constructed_weights(networks: Networks) -> str | None:
     Builds the networks on the meta device, which costs no memory, and watches every operation on a tensor. Modules draw
     their own weights if each parameter and buffer was set last by the `reset_parameters` of its module.
     """
-    writes = _Writes()
+    writes = _WriteRecorder()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("meta"), writes:
             built = networks()
@@ -168,14 +171,14 @@ def explain_constructed_weights(networks: Networks) -> str | None:
     seen = set()  # of tied weights, DeepSpeed trains the first name
     for part, network in built.items():
         for prefix, module in network.named_modules():
-            for name, tensor in _list_own_tensors(module).items():
-                if id(tensor) not in seen and writes.find_owner(tensor) is not module:
+            for name, tensor in _get_own_tensors(module).items():
+                if id(tensor) not in seen and writes.find_last_resetting_module(tensor) is not module:
                     return f"{part}: {_join_names(prefix, name)} is set by a constructor"
                 seen.add(id(tensor))
     return None
 
 
-class _Writes(TorchDispatchMode):
+class _WriteRecorder(TorchDispatchMode):
     """Inside the block, records for each storage which module's `reset_parameters` changed it last, and whether that
     method has set all of it.
 
@@ -187,7 +190,7 @@ class _Writes(TorchDispatchMode):
         self._last: dict[int, tuple[nn.Module | None, dict[tuple, int]]] = {}  # writer, bytes set in each view
         self._storages: list[Any] = []  # kept alive: an address must not be used twice
 
-    def find_owner(self, tensor: Tensor) -> nn.Module | None:
+    def find_last_resetting_module(self, tensor: Tensor) -> nn.Module | None:
         """Returns the module whose `reset_parameters` was the last to write to the tensor's memory. Returns None if the
         last writer was no such method, or did not write all of this memory.
         """
@@ -251,7 +254,7 @@ def _join_names(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
 
 
-def _list_own_tensors(module: nn.Module) -> dict[str, Tensor]:
+def _get_own_tensors(module: nn.Module) -> dict[str, Tensor]:
     # By items() alone: indexing ZeRO-3's own kind of dict gathers a partitioned parameter.
     return {
         name: tensor
@@ -297,10 +300,10 @@ def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings:
     for buffer in network.buffers():
         buffer.data = buffer.data.to(group.device())
     on_meta = [weight for weight in network.parameters() if weight.is_meta]
-    if read_stage(settings) == 3 and on_meta:
+    if read_zero_stage(settings) == 3 and on_meta:
         import deepspeed
 
-        pieces = _OneByOne(on_meta, options)
+        pieces = _LazyParameters(on_meta, options)
         deepspeed.zero.Init(module=pieces, config_dict_or_path=settings)
         fresh = pieces.made
     else:
@@ -318,7 +321,7 @@ def allocate_weights(network: nn.Module, groups: list[dict[str, Any]], settings:
         members["params"] = [new.get(id(weight), weight) for weight in members["params"]]
 
 
-class _OneByOne(nn.Module):
+class _LazyParameters(nn.Module):
     """A module for zero.Init whose `parameters()` allocates a new parameter for each of `weights` only when it is asked
     for the next one; afterwards they are in `made`.
     """

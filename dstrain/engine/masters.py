@@ -28,29 +28,31 @@ from dstrain.distributed import group
 from dstrain.engine.optimizers import (
     CODES,
     Muon,
-    convert_bytes_to_floats,
     find_full_shape,
-    get_state,
-    read_moment,
-    write_moment,
+    get_moment_in_fp32,
+    get_or_make_state,
+    reinterpret_bytes_as_floats,
+    write_back_8bit_moment,
 )
 from dstrain.engine.updates import Updates
 
 
-def cut_into_shares(sizes: Iterable[int], share: int, ranks: range) -> Iterator[tuple[int, int, int, int, int]]:
+def cut_weights_into_shares(
+    sizes: Iterable[int], share_size: int, ranks: range
+) -> Iterator[tuple[int, int, int, int, int]]:
     """Cuts weights that lie one after another into equal shares, one for each rank. Yields the pieces that `ranks` get,
     each as (index of the weight, rank, first element within the weight, number of elements, offset within the rank's
     share).
 
-    sizes   numbers of elements of the weights
-    share   number of elements of a share
+    sizes        numbers of elements of the weights
+    share_size   number of elements of a share
     """
     begin = 0
     for index, size in enumerate(sizes):
         end = begin + size
-        for rank in range(max(ranks.start, begin // share), min(ranks.stop, -(-end // share)) if size else 0):
-            first = max(begin, rank * share)
-            yield index, rank, first - begin, min(end, (rank + 1) * share) - first, first - rank * share
+        for rank in range(max(ranks.start, begin // share_size), min(ranks.stop, -(-end // share_size)) if size else 0):
+            first = max(begin, rank * share_size)
+            yield index, rank, first - begin, min(end, (rank + 1) * share_size) - first, first - rank * share_size
         begin = end
 
 
@@ -65,18 +67,23 @@ class Masters(Updates):
         self.flats: list[Tensor] = []
         self.fragments: list[tuple[Fragment, int, int]] = []  # fragment, number of its flat, offset in it
         self._groups: list[int] = []  # the parameter group of each flat
-        self.frozen = list(self._list_frozen_fragments())  # weights that do not learn, in the precision of the network
+        self.frozen = list(self._iterate_frozen_fragments())  # weights that do not learn, in the network's precision
         self.replicated = self.stage == 0
-        {0: self._locate_stage0, 1: self._locate_stage12, 2: self._locate_stage12, 3: self._locate_stage3}[self.stage]()
+        {
+            0: self._locate_masters_at_stage0,
+            1: self._locate_masters_at_stages12,
+            2: self._locate_masters_at_stages12,
+            3: self._locate_masters_at_stage3,
+        }[self.stage]()
         if isinstance(self._get_inner_optimizer(), Muon):
-            self._get_inner_optimizer().assign_matrices(
-                [self._find_stepped_tensor(number) for number in range(len(self.flats))], self._list_fragments_by_rank()
+            self._get_inner_optimizer().assign_matrices_to_ranks(
+                [self._get_stepped_tensor(number) for number in range(len(self.flats))], self._group_fragments_by_rank()
             )
-        compute = {weight.data_ptr() for weight in self._list_weight_shares()}
-        # In fp32 the masters may be the compute weights: `compute_with_flats` then needs a copy of them.
+        compute = {weight.data_ptr() for weight in self._list_compute_weight_shares()}
+        # In fp32 the masters may be the compute weights: `use_flats_as_weights` then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
-    def _locate_stage0(self) -> None:
+    def _locate_masters_at_stage0(self) -> None:
         """Finds the fp32 weights at stage 0, where each rank has all of them. Sets `flats`, one tensor for each weight,
         and `fragments`.
         """
@@ -93,7 +100,7 @@ class Masters(Updates):
             whole = Fragment(self._names[id(weight)], tuple(weight.shape), 0, weight.numel())
             self.fragments.append((whole, number, 0))
 
-    def _locate_stage12(self) -> None:
+    def _locate_masters_at_stages12(self) -> None:
         """Finds this rank's share of the fp32 weights at stages 1 and 2. Sets `flats`, one tensor for each parameter
         group, and `fragments`, which say which elements of which weights these tensors hold.
         """
@@ -101,7 +108,7 @@ class Masters(Updates):
         self._groups = list(range(len(self.flats)))
         self._set_own_fragments()
 
-    def _locate_stage3(self) -> None:
+    def _locate_masters_at_stage3(self) -> None:
         """Finds this rank's share of the fp32 weights at stage 3. Sets `flats`, one tensor for each sub-group of the
         weights, and `fragments`, which say which elements of which weights these tensors hold.
         """
@@ -111,9 +118,9 @@ class Masters(Updates):
 
     def _set_own_fragments(self) -> None:
         rank = dist.get_rank(self._zero.dp_process_group)
-        self.fragments = [fragment for _, fragment in self._list_fragments_of_ranks(range(rank, rank + 1))]
+        self.fragments = [fragment for _, fragment in self._iterate_fragments_of_ranks(range(rank, rank + 1))]
 
-    def _list_fragments_of_ranks(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
+    def _iterate_fragments_of_ranks(self, ranks: range) -> Iterator[tuple[int, tuple[Fragment, int, int]]]:
         """Yields (rank, (fragment, number, offset)) for all fragments of weights that these ranks own at stages 1 to 3.
         `number` is the index of the tensor in `flats` that holds the fragment, `offset` is the first element in this
         tensor. Exchanges nothing between ranks.
@@ -128,11 +135,11 @@ class Masters(Updates):
                 runs.append((weights, number, 0, flat.numel()))
         for weights, number, begin, share in runs:
             shapes = [tuple(find_full_shape(weight)) for weight in weights]
-            for index, rank, start, numel, offset in cut_into_shares(map(math.prod, shapes), share, ranks):
+            for index, rank, start, numel, offset in cut_weights_into_shares(map(math.prod, shapes), share, ranks):
                 fragment = Fragment(self._names[id(weights[index])], shapes[index], start, numel)
                 yield rank, (fragment, number, begin + offset)
 
-    def _list_frozen_fragments(self) -> Iterator[tuple[Fragment, Tensor]]:
+    def _iterate_frozen_fragments(self) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields (fragment, values (numel,)) of each frozen weight. At stage 3 these are the elements of the weight
         that this rank holds, else the whole weight.
         """
@@ -147,7 +154,7 @@ class Masters(Updates):
             if values.numel():
                 yield Fragment(name, tuple(find_full_shape(weight)), start, values.numel()), values
 
-    def list_frozen_to_save(self) -> Iterator[tuple[Fragment, Tensor]]:
+    def iterate_frozen_weights_to_save(self) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields (fragment, values) of the frozen weights that this rank writes into a checkpoint. Each element is
         written by one rank only.
         """
@@ -155,11 +162,11 @@ class Masters(Updates):
             if self.stage == 3 or number % group.world() == group.rank():
                 yield fragment, values
 
-    def list_owned_names(self) -> set[str]:
+    def collect_owned_weight_names(self) -> set[str]:
         """Returns the names of the weights, trained or frozen, of which this rank holds at least one element."""
         return {fragment.name for fragment, *_ in (*self.fragments, *self.frozen)}
 
-    def _list_fragments_by_rank(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
+    def _group_fragments_by_rank(self) -> dict[int, Sequence[tuple[Fragment, int, int]]]:
         """Returns {rank: [(fragment, number, offset), ...]} of all ranks; at stage 0, where all ranks have the same
         fragments, of this rank alone. `number` is the index of the tensor in `flats` that holds the fragment, `offset`
         is the first element in this tensor.
@@ -167,11 +174,11 @@ class Masters(Updates):
         if self.replicated:
             return {group.rank(): self.fragments}
         layouts: dict[int, list[tuple[Fragment, int, int]]] = {rank: [] for rank in range(group.world())}
-        for rank, fragment in self._list_fragments_of_ranks(range(group.world())):
+        for rank, fragment in self._iterate_fragments_of_ranks(range(group.world())):
             layouts[rank].append(fragment)
         return layouts
 
-    def _list_weight_shares(self) -> Sequence[Tensor]:
+    def _list_compute_weight_shares(self) -> Sequence[Tensor]:
         """Returns this rank's share of the weights that the network computes with, in the network's precision. Each
         tensor has the elements of the fp32 tensor in `flats` with the same index, in the same order.
         """
@@ -182,7 +189,7 @@ class Masters(Updates):
         partitions = zip(self._zero.parallel_partitioned_bit16_groups, self._zero.real_dp_process_group)
         return [parts[dist.get_rank(owners)] for parts, owners in partitions]
 
-    def list_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
+    def iterate_fragment_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields (fragment, view (numel,)) for each fragment of a weight that this rank holds. The view shows the
         fragment's elements in `flats`: a list of tensors laid out like `self.flats`, such as those of an average.
         Leaves out the fragments whose tensor in `flats` is None.
@@ -192,21 +199,21 @@ class Masters(Updates):
             if lines[number] is not None:
                 yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
-    def list_own_views(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
-        """Yields (fragment, view (numel,)) as `list_views` does, but only for the fragments that this rank writes into
-        a checkpoint. Each fragment is written by one rank only.
+    def iterate_views_to_save(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
+        """Yields (fragment, view (numel,)) as `iterate_fragment_views` does, but only for the fragments that this rank
+        writes into a checkpoint. Each fragment is written by one rank only.
         """
         rank, world = group.rank(), group.world()
-        for number, view in enumerate(self.list_views(flats)):
+        for number, view in enumerate(self.iterate_fragment_views(flats)):
             if not self.replicated or number % world == rank:
                 yield view
 
     @torch.no_grad()
-    def compute_norm(self) -> float:
+    def compute_weight_norm(self) -> float:
         """Returns, on every rank, the L2 norm of all trained fp32 weights of this part, taken as one vector. Call it on
         all ranks.
         """
-        squares = [view.square().sum(dtype=torch.float64) for _, view in self.list_own_views(self.flats)]
+        squares = [view.square().sum(dtype=torch.float64) for _, view in self.iterate_views_to_save(self.flats)]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
         return group.sum_over_ranks(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
 
@@ -216,7 +223,7 @@ class Masters(Updates):
         weight). Ignores names that the network does not have. Call `copy_masters_to_network` afterwards.
         """
         own: dict[str, list[tuple[Fragment, Tensor]]] = {}
-        for fragment, view in chain(self.list_views(self.flats), self.frozen):
+        for fragment, view in chain(self.iterate_fragment_views(self.flats), self.frozen):
             own.setdefault(fragment.name, []).append((fragment, view))
         for name, value in values:
             for fragment, view in own.get(name, ()):
@@ -229,27 +236,27 @@ class Masters(Updates):
         for weight in self.engine.module.parameters():
             if not weight.requires_grad and hasattr(weight, "ds_secondary_tensor"):
                 weight.ds_secondary_tensor = None  # ZeRO++'s second copy, of earlier values
-        self._copy_to_compute_weights(self.flats)
+        self._copy_flats_to_network(self.flats)
 
     @contextmanager
-    def compute_with_flats(self, flats: Sequence[Tensor]) -> Iterator[None]:
+    def use_flats_as_weights(self, flats: Sequence[Tensor]) -> Iterator[None]:
         """Inside the block, the network computes with the values in `flats` as its weights; these are tensors laid out
         like `self.flats`. After the block it has the masters again, bit for bit. Enter and leave the block on all ranks
         together.
         """
         masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
-        self._copy_to_compute_weights(flats)
+        self._copy_flats_to_network(flats)
         try:
             yield
         finally:
-            self._copy_to_compute_weights(masters)
+            self._copy_flats_to_network(masters)
 
     @torch.no_grad()
-    def _copy_to_compute_weights(self, flats: Sequence[Tensor]) -> None:
+    def _copy_flats_to_network(self, flats: Sequence[Tensor]) -> None:
         gathers = hasattr(self._zero, "fp16_partitioned_groups_flat")
         if gathers:
             self._zero.checkpoint_event_prologue()  # releases gathered parameters
-        for shown, flat in zip(self._list_weight_shares(), flats):
+        for shown, flat in zip(self._list_compute_weight_shares(), flats):
             shown.copy_(flat.view_as(shown))
         if gathers:
             for number in range(len(flats)):
@@ -285,68 +292,72 @@ class Masters(Updates):
             dict.fromkeys(kind for group_ in self._get_inner_optimizer().param_groups for kind in group_["moments"])
         )
 
-    def read_moments(self, kind: str) -> list[Tensor | None]:
+    def get_moments_in_fp32(self, kind: str) -> list[Tensor | None]:
         """Returns the optimizer's moment with the name `kind`, as one tensor for each tensor in `flats`; None where the
         optimizer keeps no such moment. Before the first step a moment is 0.
 
         The tensors are the optimizer's own. But 8-bit moments are returned as fp32 copies: changes of these take effect
-        by `write_moments`.
+        by `write_back_8bit_moments`.
         """
         return [
-            read_moment(self._get_state(number), kind) if kind in self._list_moment_names_of_flat(number) else None
+            get_moment_in_fp32(self._get_optimizer_state(number), kind)
+            if kind in self._get_moment_names_of_flat(number)
+            else None
             for number in range(len(self.flats))
         ]
 
-    def write_moments(self, kind: str, values: Sequence[Tensor | None]) -> None:
+    def write_back_8bit_moments(self, kind: str, values: Sequence[Tensor | None]) -> None:
         for number, flat in enumerate(values):
             if flat is not None:
-                write_moment(self._get_state(number), kind, flat)
+                write_back_8bit_moment(self._get_optimizer_state(number), kind, flat)
 
-    def list_coded_moments(self) -> Iterator[tuple[str, str, Tensor]]:
+    def iterate_8bit_moments(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yields (kind, name, tensor) for the live tensors of an optimizer with 8-bit moments: their codes and the
         scales of these codes. A run that loads them resumes bit for bit. The name contains a hash of how the weights
         are laid out on this rank.
         """
         # If a resumed run quantized fp32 moments again, the scales would differ.
         for number, flat in enumerate(self.flats):
-            state = self._get_state(number)
+            state = self._get_optimizer_state(number)
             pieces = [(fragment, offset) for fragment, flat_number, offset in self.fragments if flat_number == number]
             layout = f"{zlib.crc32(repr((flat.numel(), pieces)).encode()):08x}-{number}"
             yield from ((kind, f"{layout}.{kind}", state[kind]) for kind in CODES if "absmax1" in state)
 
-    def list_coded_moments_to_save(self) -> Iterator[tuple[str, Fragment, Tensor]]:
+    def iterate_8bit_moments_to_save(self) -> Iterator[tuple[str, Fragment, Tensor]]:
         """Yields (kind, fragment, values) for the 8-bit codes and scales that this rank writes into a checkpoint.
         `values` are the bytes of a tensor, reinterpreted as float32 (n,). At stage 0, where all ranks have the same
         tensors, only one rank writes each.
         """
-        for number, (kind, name, tensor) in enumerate(self.list_coded_moments()):
+        for number, (kind, name, tensor) in enumerate(self.iterate_8bit_moments()):
             if not self.replicated or number % group.world() == group.rank():
-                values = convert_bytes_to_floats(tensor)
+                values = reinterpret_bytes_as_floats(tensor)
                 yield kind, Fragment(name, (values.numel(),), 0, values.numel()), values
 
-    def _list_moment_names_of_flat(self, number: int) -> tuple[str, ...]:
-        return self._get_inner_optimizer().param_groups[self._groups[number]]["moments"]
+    def _get_moment_names_of_flat(self, flat_number: int) -> tuple[str, ...]:
+        return self._get_inner_optimizer().param_groups[self._groups[flat_number]]["moments"]
 
-    def _find_stepped_tensor(self, number: int) -> Tensor:
-        """Returns the tensor that the optimizer updates when it steps `flats[number]`: this tensor itself, or at stage
-        0 in fp32 the network's parameter, which shares its memory.
+    def _get_stepped_tensor(self, flat_number: int) -> Tensor:
+        """Returns the tensor that the optimizer updates when it steps `flats[flat_number]`: this tensor itself, or at
+        stage 0 in fp32 the network's parameter, which shares its memory.
         """
-        return self._weights[number] if self._torch_fp32 else self.flats[number]
+        return self._weights[flat_number] if self._torch_fp32 else self.flats[flat_number]
 
-    def _get_state(self, number: int) -> dict[str, Any]:
-        return get_state(
-            self._get_inner_optimizer(), self._find_stepped_tensor(number), self._list_moment_names_of_flat(number)
+    def _get_optimizer_state(self, flat_number: int) -> dict[str, Any]:
+        return get_or_make_state(
+            self._get_inner_optimizer(),
+            self._get_stepped_tensor(flat_number),
+            self._get_moment_names_of_flat(flat_number),
         )
 
     @property
-    def updates(self) -> int:
+    def update_count(self) -> int:
         """Returns the number of updates that the optimizer has applied, without skipped steps. Returns 0 on a rank that
         owns no masters.
         """
-        return int(self._get_state(0)["step"]) if self.flats else 0
+        return int(self._get_optimizer_state(0)["step"]) if self.flats else 0
 
-    @updates.setter
-    def updates(self, count: int) -> None:
+    @update_count.setter
+    def update_count(self, count: int) -> None:
         for number in range(len(self.flats)):
-            state = self._get_state(number)
+            state = self._get_optimizer_state(number)
             state["step"] = state["step"].fill_(count) if torch.is_tensor(state["step"]) else count

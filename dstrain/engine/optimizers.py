@@ -130,7 +130,7 @@ def group_weights(
         }
 
 
-def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
+def get_or_make_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequence[str]) -> dict[str, Any]:
     """Returns the live state that the optimizer keeps for a weight or flat tensor. If there is none yet, makes one: 0
     steps, and zeros for each name in `moments`. (bitsandbytes' 8-bit AdamW makes its own, under other names.)
     """
@@ -149,9 +149,9 @@ def get_state(optimizer: torch.optim.Optimizer, weight: Tensor, moments: Sequenc
     return state
 
 
-def read_moment(state: dict[str, Any], kind: str) -> Tensor:
+def get_moment_in_fp32(state: dict[str, Any], kind: str) -> Tensor:
     """Returns the moment named `kind` from an optimizer's state, in fp32. It is the live tensor; but an 8-bit moment is
-    returned as a copy, which `write_moment` can write back.
+    returned as a copy, which `write_back_8bit_moment` can write back.
     """
     if kind in state:
         return state[kind]
@@ -166,9 +166,9 @@ def read_moment(state: dict[str, Any], kind: str) -> Tensor:
     ).view_as(codes)
 
 
-def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
+def write_back_8bit_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
     """Quantizes `values` and writes them into the 8-bit moment named `kind` of an optimizer's state. Does nothing if
-    the state has no 8-bit moments, since `read_moment` then returns the live tensor itself.
+    the state has no 8-bit moments, since `get_moment_in_fp32` then returns the live tensor itself.
     """
     if "absmax1" not in state:
         return
@@ -180,7 +180,7 @@ def write_moment(state: dict[str, Any], kind: str, values: Tensor) -> None:
     state[f"absmax{number}"].copy_(scales.absmax)
 
 
-def convert_bytes_to_floats(tensor: Tensor) -> Tensor:
+def reinterpret_bytes_as_floats(tensor: Tensor) -> Tensor:
     """Returns the bytes of a tensor as a float32 tensor (n,): padded with zeros to a multiple of four bytes, and
     reinterpreted.
     """
@@ -189,7 +189,7 @@ def convert_bytes_to_floats(tensor: Tensor) -> Tensor:
 
 
 def restore_bytes_from_floats(tensor: Tensor, values: Tensor) -> None:
-    """Sets a tensor's bytes to those in `values`, which `convert_bytes_to_floats` has made of a tensor of equal
+    """Sets a tensor's bytes to those in `values`, which `reinterpret_bytes_as_floats` has made of a tensor of equal
     size.
     """
     tensor.view(-1).view(torch.uint8).copy_(values.view(torch.uint8)[: tensor.nbytes])
@@ -211,7 +211,7 @@ class Lion(torch.optim.Optimizer):
                 if weight.grad is None:
                     continue
                 gradient, applied = _unscale_gradient(self, weight.grad)
-                state = get_state(self, weight, group["moments"])
+                state = get_or_make_state(self, weight, group["moments"])
                 average = state["exp_avg"]
                 update = average.lerp(gradient, 1 - beta1).sign_()
                 weight.mul_(1 - lr * group["weight_decay"] * applied).sub_(update.mul_(lr * applied))
@@ -252,7 +252,7 @@ class Matrix:
     owner: int = 0
 
     @property
-    def factor(self) -> float:
+    def lr_factor(self) -> float:
         """Returns 0.2 * sqrt(the longer side), by which the learning rate of this matrix is multiplied. With it, the
         updates of a matrix have about the mean square of AdamW's updates, whatever its shape.
         """
@@ -277,7 +277,9 @@ class Muon(torch.optim.AdamW):
         super().__init__(groups, **options)
         self._matrices: dict[Tensor, list[Matrix]] | None = None
 
-    def assign_matrices(self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]) -> None:
+    def assign_matrices_to_ranks(
+        self, flats: Sequence[Tensor], layouts: Mapping[int, Sequence[tuple[Any, int, int]]]
+    ) -> None:
         """Finds on which ranks the elements of each matrix lie, and chooses one of these ranks to make the matrix's
         update orthogonal: the one with the most elements of the matrix, and among equals the one with the least work so
         far. Steps before this call change no matrix.
@@ -317,7 +319,7 @@ class Muon(torch.optim.AdamW):
     def _step_matrices(self, flat: Tensor, group: Group) -> None:
         matrices, lr = self._matrices[flat], group["lr"]
         gradient, applied = _unscale_gradient(self, flat.grad)
-        state = get_state(self, flat, group["moments"])
+        state = get_or_make_state(self, flat, group["moments"])
         momentum = state["momentum"].lerp_(gradient, (1 - group["momentum"]) * applied)
         update = gradient.lerp(momentum, group["momentum"]).bfloat16().view(-1)  # Nesterov's
         for matrix in matrices:
@@ -332,7 +334,7 @@ class Muon(torch.optim.AdamW):
             for piece in matrix.pieces:
                 if piece.rank == ranks.rank():
                     own = weights.narrow(0, piece.offset, piece.numel)
-                    own.add_(update.narrow(0, piece.offset, piece.numel), alpha=-lr * matrix.factor)
+                    own.add_(update.narrow(0, piece.offset, piece.numel), alpha=-lr * matrix.lr_factor)
         state["step"] += applied
 
 
@@ -347,7 +349,7 @@ def orthogonalize(matrix: Tensor) -> Tensor:
     a, b, c = 3.4445, -4.7750, 2.0315
     tall = matrix.shape[0] > matrix.shape[1]
     wide = matrix.T if tall else matrix
-    if matrix.device.type == "cpu" and not settings.can_multiply_bf16():
+    if matrix.device.type == "cpu" and not settings.can_cpu_multiply_bf16():
         wide = wide.float()
     wide = wide / wide.norm().clamp(min=1e-7)
     for _ in range(5):

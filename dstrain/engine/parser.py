@@ -6,16 +6,16 @@ DeepSpeed ignores unknown top-level keys silently, and its parser stops at the f
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from dstrain.engine import prepare_environment
+from dstrain.engine import set_deepspeed_environment
 from dstrain.engine.schema import (
     REMOVED,
     SUPPORTED,
     UNSUPPORTED,
-    find_decision,
-    list_decisions,
-    list_keys,
+    collect_decisions_by_key,
+    find_decision_on_key,
+    get_dotted_setting,
+    iterate_dotted_keys,
     quote_value,
-    read_value,
 )
 from dstrain.recipe import suggest_key
 
@@ -56,10 +56,12 @@ def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
 
 def _is_known_key(key: str) -> bool:
     """Returns whether dstrain knows a key of DeepSpeed's JSON or, if the key is a section, any key within it."""
-    return find_decision(key) is not None or any(each.startswith(f"{key}.") for each in list_decisions())
+    return find_decision_on_key(key) is not None or any(
+        each.startswith(f"{key}.") for each in collect_decisions_by_key()
+    )
 
 
-class _Asked(dict):
+class _KeyRecordingDict(dict):
     """A dict that records in `asked` each key that DeepSpeed looks up: these are the keys that the installed release
     reads.
     """
@@ -83,32 +85,32 @@ class _Asked(dict):
     def keys(self) -> Any:
         return self
 
-    def __copy__(self) -> "_Asked":
+    def __copy__(self) -> "_KeyRecordingDict":
         return self
 
 
-def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
+def describe_refused_settings(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each value that the installed DeepSpeed refuses or would convert to another type, and for
     each key that DeepSpeed does not know and would ignore.
 
     If a value has a wrong type, is out of range, or stands where a section belongs, checks only for such values.
     """
     settings = {key: _drop_auto_entries(value) for key, value in settings.items() if key not in UNSUPPORTED}
-    prepare_environment()
+    set_deepspeed_environment()
     from deepspeed.runtime.config import DeepSpeedConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from pydantic import ValidationError
 
     sections = {"zero_optimization": DeepSpeedZeroConfig, "bf16": DeepSpeedBF16Config, "fp16": DeepSpeedFP16Config}
-    rest = _Asked(
+    rest = _KeyRecordingDict(
         {
-            key: _Asked(value) if isinstance(value, dict) else value
+            key: _KeyRecordingDict(value) if isinstance(value, dict) else value
             for key, value in settings.items()
             if key not in sections and value != "auto"
         }
     )
-    wrong = [*_describe_values_in_place_of_sections(settings), *_list_wrong_values(settings)]
+    wrong = [*_describe_values_in_place_of_sections(settings), *_describe_wrong_values(settings)]
     if wrong:  # DeepSpeed's parser would stop at the first, in Python's words
         yield from wrong
         return
@@ -119,8 +121,8 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
     except ValidationError as error:
         for item in error.errors():
             leaf = ".".join(map(str, item["loc"]))
-            key = next((key for key in list_keys(settings) if key.endswith(f".{leaf}")), leaf)
-            yield _describe_fault(key, item, list_decisions())
+            key = next((key for key in iterate_dotted_keys(settings) if key.endswith(f".{leaf}")), leaf)
+            yield _describe_validation_fault(key, item, collect_decisions_by_key())
     except Exception as error:  # it raises asserts, AttributeErrors and its own
         yield f"DeepSpeed refuses these settings: {error}"
     else:
@@ -135,7 +137,7 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
             f'"{name}.{key}" is no key of DeepSpeed, which would ignore it silently'
             f"{suggest_key(f'{name}.{key}', [f'{name}.{each}' for each in section.asked])}: correct or remove it"
             for name, section in rest.items()
-            if isinstance(section, _Asked) and section.asked
+            if isinstance(section, _KeyRecordingDict) and section.asked
             for key in section
             if key not in section.asked
         )
@@ -148,32 +150,32 @@ def list_refusals(settings: dict[str, Any]) -> Iterator[str]:
             for item in error.errors():
                 key = ".".join([name, *map(str, item["loc"])])
                 if key not in REMOVED:  # describe_unsupported_keys names these
-                    yield _describe_fault(key, item, [*known, *list_decisions()])
+                    yield _describe_validation_fault(key, item, [*known, *collect_decisions_by_key()])
         except AssertionError as error:
             yield f'"{name}": {error}'
         else:
-            yield from _list_converted_values(name, block, parsed)
+            yield from _describe_converted_values(name, block, parsed)
 
 
-def _describe_fault(key: str, item: dict[str, Any], known: Iterable[str]) -> str:
+def _describe_validation_fault(key: str, error: dict[str, Any], known_keys: Iterable[str]) -> str:
     """Returns a message on what is wrong with a key of DeepSpeed's JSON, and on the remedy.
 
-    item    pydantic's description of the fault
-    known   keys that exist: the one most like `key` is suggested
+    error        pydantic's description of the fault
+    known_keys   keys that exist: the one most like `key` is suggested
     """
-    if item["type"] == "extra_forbidden":
-        return f'"{key}" is no key of DeepSpeed{suggest_key(key, known)}: correct or remove it'
-    if item["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
-        members = dict.fromkeys(item["ctx"]["expected"].replace(" or ", ", ").split(", "))
+    if error["type"] == "extra_forbidden":
+        return f'"{key}" is no key of DeepSpeed{suggest_key(key, known_keys)}: correct or remove it'
+    if error["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
+        members = dict.fromkeys(error["ctx"]["expected"].replace(" or ", ", ").split(", "))
         members.pop("'nvme'", None)  # settings.py refuses it
-        return f'"{key}" is {quote_value(item["input"])}: write one of {", ".join(members)}'
-    if item["type"] in ("int_parsing", "float_parsing"):
-        return f'"{key}" is {quote_value(item["input"])}: write a number, without quotation marks'
-    value = f" is {quote_value(item['input'])}" if item["loc"] else ""  # else the whole section
-    return f'"{key}"{value}: {item["msg"].removeprefix("Value error, ")}; {_CORRECT}'
+        return f'"{key}" is {quote_value(error["input"])}: write one of {", ".join(members)}'
+    if error["type"] in ("int_parsing", "float_parsing"):
+        return f'"{key}" is {quote_value(error["input"])}: write a number, without quotation marks'
+    value = f" is {quote_value(error['input'])}" if error["loc"] else ""  # else the whole section
+    return f'"{key}"{value}: {error["msg"].removeprefix("Value error, ")}; {_CORRECT}'
 
 
-def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
+def _describe_converted_values(section: str, block: dict[str, Any], parsed: Any) -> Iterator[str]:
     """Yields a message for each value that DeepSpeed has converted to another type, such as "yes" to true or true to a
     number. (dstrain itself would read the unconverted value.)
 
@@ -185,7 +187,7 @@ def _list_converted_values(section: str, block: dict[str, Any], parsed: Any) -> 
     for key, value in block.items():
         read = getattr(parsed, names.get(key, key), None)  # those that it has replaced are gone
         if isinstance(value, dict):
-            yield from _list_converted_values(f"{section}.{key}", value, read)
+            yield from _describe_converted_values(f"{section}.{key}", value, read)
         elif isinstance(read, bool) and not isinstance(value, bool):
             yield f'"{section}.{key}" is {quote_value(value)}: write true or false'
         elif isinstance(read, (int, float)) and isinstance(value, (bool, str)) and not isinstance(read, bool):
@@ -196,29 +198,29 @@ def _describe_values_in_place_of_sections(settings: dict[str, Any]) -> Iterator[
     """Yields a message for each key of DeepSpeed's JSON that has a plain value where DeepSpeed reads a section."""
     words = [key.split(".") for key in SUPPORTED]
     for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):
-        value = read_value(settings, key)
+        value = get_dotted_setting(settings, key)
         if value is not None and not isinstance(value, dict):
             yield f'"{key}" is {quote_value(value)}: write a section, {{...}}, or remove it'
 
 
-def _list_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
+def _describe_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each value that has a wrong type or is out of range. Checks only keys that DeepSpeed itself
     does not check.
     """
     for key in _TRUTHS:
-        value = read_value(settings, key)
+        value = get_dotted_setting(settings, key)
         if value not in (None, "auto") and not isinstance(value, bool):
             yield f'"{key}" is {quote_value(value)}: write true or false'
     for key, least in _COUNTS.items():
-        value = read_value(settings, key)
+        value = get_dotted_setting(settings, key)
         if value not in (None, "auto") and (type(value) is not int or value < least):
             yield f'"{key}" is {quote_value(value)}: write a whole number from {least} on'
     key = "flops_profiler.recompute_fwd_factor"
-    value = read_value(settings, key)
+    value = get_dotted_setting(settings, key)
     if value not in (None, "auto") and (type(value) not in (int, float) or value < 0):
         yield f'"{key}" is {quote_value(value)}: write a number from 0 on'
     for key, words in _WORDS.items():
-        value = read_value(settings, key)
+        value = get_dotted_setting(settings, key)
         if value not in (None, "auto", *words):
             yield f'"{key}" is {quote_value(value)}: write one of {", ".join(words)}'
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain.engine import prepare_environment
+from dstrain.engine import set_deepspeed_environment
 
 SEEN_ON = ("0.19.8",)
 _ENGINE, _ZERO12, _ZERO3 = (
@@ -36,45 +36,48 @@ _ENGINE, _ZERO12, _ZERO3 = (
 # By function of this file: what it replaces, or works on, as FILE:NAME in DeepSpeed; torch.NAME in torch.
 REPLACED = {
     "import_deepspeed": ("runtime/compiler.py:compile",),
-    "replace_current_stream": ("accelerator/cuda_accelerator.py:CUDA_Accelerator.current_stream",),
-    "set_group_timeout": ("torch.distributed.distributed_c10d.default_pg_timeout",),
-    "forget_groups_at_end": ("comm/comm.py:init_distributed", "utils/groups.py:_clone_world_group"),
+    "replace_current_stream_lookup": ("accelerator/cuda_accelerator.py:CUDA_Accelerator.current_stream",),
+    "set_default_group_timeout": ("torch.distributed.distributed_c10d.default_pg_timeout",),
+    "forget_process_groups_at_end": ("comm/comm.py:init_distributed", "utils/groups.py:_clone_world_group"),
     "replace_linear_of_zero3": (
         "runtime/zero/linear.py:LinearFunctionForZeroStage3",
         "runtime/zero/utils.py:is_zero_param",
     ),
-    "flatten_in_place": (f"{_ZERO12}.flatten_dense_tensors_aligned",),
-    "make_universal_info": ("checkpoint/ds_to_universal.py:_check_for_required_state",),
-    "defer_errors": (f"{_ENGINE}._copy_recovery_script",),
+    "flatten_weights_without_copy": (f"{_ZERO12}.flatten_dense_tensors_aligned",),
+    "make_universal_checkpoint_entry": ("checkpoint/ds_to_universal.py:_check_for_required_state",),
+    "defer_write_errors": (f"{_ENGINE}._copy_recovery_script",),
     "forget_beta_powers": ("ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",),
-    "prepare_for_fake_tensors": (
+    "patch_deepspeed_for_fake_tensors": (
         "ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",
         "runtime/zero/utils.py:assert_ints_same_as_other_ranks",
     ),
-    "call_before_reduction": (f"{_ENGINE}.allreduce_gradients",),
-    "restore_reduction": (f"{_ENGINE}.allreduce_gradients",),
-    "replace_step": (f"{_ENGINE}.clip_fp32_gradients", f"{_ZERO12}.step", f"{_ZERO3}.step"),
-    "await_reductions_on_device": (
+    "call_before_gradient_reduction": (f"{_ENGINE}.allreduce_gradients",),
+    "restore_gradient_reduction": (f"{_ENGINE}.allreduce_gradients",),
+    "replace_optimizer_step": (f"{_ENGINE}.clip_fp32_gradients", f"{_ZERO12}.step", f"{_ZERO3}.step"),
+    "make_device_await_reductions": (
         f"{_ZERO12}.independent_gradient_partition_epilogue",
         f"{_ZERO12}.reduce_ipg_grads",
         f"{_ZERO3}.independent_gradient_partition_epilogue",
     ),
-    "skip_reduction": (
+    "skip_gradient_reduction": (
         f"{_ZERO12}.reduce_gradients",
         f"{_ZERO12}.overlapping_partition_gradients_reduce_epilogue",
     ),
-    "disable_scale_updates": (f"{_ZERO12}._update_scale", "runtime/fp16/loss_scaler.py:DynamicLossScaler.update_scale"),
+    "disable_loss_scale_updates": (
+        f"{_ZERO12}._update_scale",
+        "runtime/fp16/loss_scaler.py:DynamicLossScaler.update_scale",
+    ),
 }
 
 
 def import_deepspeed() -> ModuleType:
     """Imports DeepSpeed with all that its engines need, and returns the module. Sets the environment variables first
-    (prepare_environment). Leaves out torch's compiler, whose import takes 1.2 s, and silences DeepSpeed's warning of
-    untested optimizers.
+    (set_deepspeed_environment). Leaves out torch's compiler, whose import takes 1.2 s, and silences DeepSpeed's warning
+    of untested optimizers.
     """
     # DeepSpeed decorates its own Muon with torch.compile, and imports that class only to recognize it as an optimizer;
     # dstrain has another Muon (optimizers.py). A release of DeepSpeed without that module is imported as it is.
-    prepare_environment()
+    set_deepspeed_environment()
     import deepspeed
     from deepspeed.runtime import compiler
 
@@ -96,23 +99,23 @@ def _is_worth_logging(record: logging.LogRecord) -> bool:
     return "untested" not in record.getMessage()
 
 
-def replace_current_stream(index: int) -> None:
-    """Makes DeepSpeed take torch's current stream of GPU `index`, without looking up first which GPU is current.
+def replace_current_stream_lookup(gpu_index: int) -> None:
+    """Makes DeepSpeed take torch's current stream of GPU `gpu_index`, without looking up first which GPU is current.
     DeepSpeed asks for the stream some thousand times a step, and the look-up doubles the time.
     """
     import deepspeed
 
-    deepspeed.get_accelerator().current_stream = lambda device=index: torch.cuda.current_stream(device)
+    deepspeed.get_accelerator().current_stream = lambda device=gpu_index: torch.cuda.current_stream(device)
 
 
-def set_group_timeout(timeout: timedelta) -> None:
+def set_default_group_timeout(timeout: timedelta) -> None:
     """Sets the timeout of all process groups that are made from now on, also of those that DeepSpeed makes."""
     groups = torch.distributed.distributed_c10d
     groups.default_pg_timeout = groups.default_pg_nccl_timeout = timeout
 
 
 @contextmanager
-def forget_groups_at_end() -> Iterator[None]:
+def forget_process_groups_at_end() -> Iterator[None]:
     """At the end of the block, makes DeepSpeed forget its process groups, so that new ones can be made, and restores
     torch.nn.functional.linear, which ZeRO-3 replaces.
     """
@@ -159,7 +162,7 @@ def _is_partitioned(weight: Tensor) -> bool:
 
 
 @contextmanager
-def flatten_in_place() -> Iterator[None]:
+def flatten_weights_without_copy() -> Iterator[None]:
     """Inside the block, DeepSpeed's stages 1 and 2 do not copy the weights of a parameter group into a new tensor, if
     these weights lie one after another in one tensor already (initial.py). DeepSpeed then uses that tensor.
     """
@@ -168,7 +171,7 @@ def flatten_in_place() -> Iterator[None]:
     copying, inside = stage_1_and_2._flatten_dense_tensors, True
 
     def flatten(tensors: Sequence[Tensor]) -> Tensor:
-        flat = _find_common_flat(tensors) if inside else None  # the optimizer keeps this function for gradients
+        flat = _find_common_flat_tensor(tensors) if inside else None  # the optimizer keeps this function for gradients
         return copying(tensors) if flat is None else flat
 
     stage_1_and_2._flatten_dense_tensors = flatten
@@ -179,7 +182,7 @@ def flatten_in_place() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _find_common_flat(tensors: Sequence[Tensor]) -> Tensor | None:
+def _find_common_flat_tensor(tensors: Sequence[Tensor]) -> Tensor | None:
     """Returns the tensor (n,) in which the weights in `tensors` lie one after another from its beginning, followed by
     DeepSpeed's padding. `tensors` are first the weights and then the padding, which is copied to the end of the result.
 
@@ -201,7 +204,7 @@ def _find_common_flat(tensors: Sequence[Tensor]) -> Tensor | None:
     return flat
 
 
-def make_universal_info() -> dict[str, Any]:
+def make_universal_checkpoint_entry() -> dict[str, Any]:
     """Returns the entry of a checkpoint that DeepSpeed's tool ds_to_universal requires: the version of the universal
     format.
     """
@@ -215,7 +218,7 @@ def make_universal_info() -> dict[str, Any]:
 
 
 @contextmanager
-def defer_errors(engines: Iterable[Any]) -> Iterator[None]:
+def defer_write_errors(engines: Iterable[Any]) -> Iterator[None]:
     """Inside the block, the engines catch OSError and RuntimeError while they write the files of a checkpoint. At the
     end of the block the first of these errors is raised. So a rank with an error still takes part in the exchanges
     between ranks while the checkpoint is written.
@@ -258,7 +261,7 @@ def forget_beta_powers(optimizer: Any, *_: Any) -> None:
     optimizer.ds_opt_adam.adam_update(optimizer.opt_id, 1 << 40, 0.0, *betas, 0.0, 0.0, True, *[nothing] * 4)
 
 
-def prepare_for_fake_tensors() -> None:
+def patch_deepspeed_for_fake_tensors() -> None:
     """Makes DeepSpeed run on fake tensors, which have no values. From now on it compiles no operators, does not measure
     the CPU, and compares no values between ranks.
     """
@@ -281,7 +284,7 @@ def prepare_for_fake_tensors() -> None:
 @torch.no_grad()
 def _make_zero_moments(optimizer: Any, closure: Callable | None = None) -> None:
     """Makes moments of zeros for each weight that has none, and updates no weight. It replaces the step of DeepSpeed's
-    AdamW for the CPU (see `prepare_for_fake_tensors`).
+    AdamW for the CPU (see `patch_deepspeed_for_fake_tensors`).
     """
     for members in optimizer.param_groups:
         for weight in members["params"]:
@@ -291,23 +294,23 @@ def _make_zero_moments(optimizer: Any, closure: Callable | None = None) -> None:
                 state.update((moment, torch.zeros_like(weight.data, device="cpu")) for moment in members["moments"])
 
 
-def call_before_reduction(engine: Any, prepare: Callable[[], None]) -> None:
+def call_before_gradient_reduction(engine: Any, prepare: Callable[[], None]) -> None:
     """Makes an engine call `prepare` each time before it reduces gradients."""
     reduce = engine.allreduce_gradients
 
-    def reduce_prepared(*args: Any, **kwargs: Any) -> Any:
+    def prepare_and_reduce(*args: Any, **kwargs: Any) -> Any:
         prepare()
         return reduce(*args, **kwargs)
 
-    engine.allreduce_gradients = reduce_prepared
+    engine.allreduce_gradients = prepare_and_reduce
 
 
-def restore_reduction(engine: Any) -> None:
-    """Restores an engine's own reduction of gradients, which `call_before_reduction` has replaced."""
+def restore_gradient_reduction(engine: Any) -> None:
+    """Restores an engine's own reduction of gradients, which `call_before_gradient_reduction` has replaced."""
     del engine.allreduce_gradients
 
 
-def replace_step(engine: Any, step: Callable[[], None] | None) -> None:
+def replace_optimizer_step(engine: Any, step: Callable[[], None] | None) -> None:
     """Replaces the step of an engine's ZeRO optimizer by the function `step`. None is for an engine with an optimizer
     of torch: it keeps its step, and only the engine's clipping of gradients is switched off.
     """
@@ -326,7 +329,7 @@ class _DeviceWaitStream(torch.cuda.Stream):
         torch.cuda.current_stream().wait_stream(self)
 
 
-def await_reductions_on_device(zero: Any, stage: int) -> None:
+def make_device_await_reductions(zero: Any, stage: int) -> None:
     """Makes the device, and no longer the host, wait for DeepSpeed's reductions of gradients at the end of each
     backward pass: later work on the device begins after the reductions. zero: DeepSpeed's ZeRO optimizer.
     """
@@ -354,7 +357,7 @@ def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
         zero.overlap_comm = True
 
 
-def skip_reduction(zero: Any) -> None:
+def skip_gradient_reduction(zero: Any) -> None:
     """Makes DeepSpeed leave the gradients in `weight.grad` at stages 1 and 2. It is for a run on a single rank, which
     has nothing to reduce. zero: DeepSpeed's ZeRO optimizer.
     """
@@ -366,7 +369,7 @@ def skip_reduction(zero: Any) -> None:
     zero.overlapping_partition_gradients_reduce_epilogue = lambda: None  # stage 2
 
 
-def disable_scale_updates(zero: Any) -> None:
+def disable_loss_scale_updates(zero: Any) -> None:
     """Keeps DeepSpeed from changing a dynamic loss scale, since updates.py does this, and from raising an error when
     the scale is at its minimum. zero: DeepSpeed's ZeRO optimizer.
     """

@@ -69,7 +69,7 @@ class Divergence:
     @property
     def state(self) -> State:
         """Returns the record of all steps so far. Waits until the device has ended the latest step."""
-        self._read_latest_step()
+        self._add_latest_step_to_record()
         return self._state
 
     @state.setter
@@ -77,36 +77,36 @@ class Divergence:
         self._state, self._unread = state, None
 
     @property
-    def shift(self) -> int:
+    def batch_shift(self) -> int:
         """Returns the number of batches that the run has left out so far: step s learns from batch s + shift."""
         return self._state.shift
 
     @property
-    def rollbacks(self) -> int:
+    def rollback_count(self) -> int:
         """Returns how often the run went back to an earlier checkpoint."""
         return len(self._state.rollbacks)
 
     def record_step(
-        self, done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]], last: bool = False
+        self, steps_done: int, applied: Iterable[Flag], losses: Mapping[str, Sequence[Tensor]], last: bool = False
     ) -> str | None:
         """Records a step. Returns a message if this step or the one before it shows trouble: too many skipped steps in
         a row, or a sudden rise of the loss. Returns None otherwise.
 
-        done      number of steps that are done, this one included
-        applied   for each part that had a turn, whether its weights were updated
-        losses    {part: losses of this rank's micro-batches}; used only if faults.spike is set
-        last      True if no step follows; then waits for the result of this one
+        steps_done   number of steps that are done, this one included
+        applied      for each part that had a turn, whether its weights were updated
+        losses       {part: losses of this rank's micro-batches}; used only if faults.spike is set
+        last         True if no step follows; then waits for the result of this one
         """
         state = self.state
         if state.high is None:
-            self._unread = done, list(applied), _average_losses(losses) if self.faults.spike else {}
+            self._unread = steps_done, list(applied), _average_losses_over_ranks(losses) if self.faults.spike else {}
             if last or state.in_a_row >= self.faults.max_skipped:
-                self._read_latest_step()
+                self._add_latest_step_to_record()
         if state.in_a_row > self.faults.max_skipped:
             return f"{state.in_a_row} steps in a row had gradients that are not finite, and were skipped"
         return state.high[1] if state.high else None
 
-    def _read_latest_step(self) -> None:
+    def _add_latest_step_to_record(self) -> None:
         """Waits for the result of the latest step and adds it to the record; does nothing if it was added before."""
         if self._unread is None:
             return
@@ -125,29 +125,29 @@ class Divergence:
             if math.isfinite(loss):
                 window[:] = [*window, loss][-WINDOW:]
 
-    def find_step_before_trouble(self, done: int) -> int:
-        """Returns the number of steps that were done before the trouble began. done: how many were done when it was
-        found.
+    def find_step_before_trouble(self, steps_done: int) -> int:
+        """Returns the number of steps that were done before the trouble began. steps_done: how many were done when it
+        was found.
         """
-        return (self.state.high[0] if self.state.high else done) - max(self.state.in_a_row, 1)
+        return (self.state.high[0] if self.state.high else steps_done) - max(self.state.in_a_row, 1)
 
-    def record_rollback(self, done: int, step: int, saved: Mapping[str, Any]) -> None:
-        """Records that the run goes back, after `done` steps, to the checkpoint of `step`. The batches of the steps
-        between are not used again. saved: the record of steps that this checkpoint holds.
+    def record_rollback(self, steps_done: int, checkpoint_step: int, saved_state: Mapping[str, Any]) -> None:
+        """Records that the run goes back, after `steps_done` steps, to the checkpoint of `checkpoint_step`. The batches
+        of the steps between are not used again. saved_state: the record of steps that this checkpoint holds.
         """
-        rollbacks, clock = [*self.state.rollbacks, (done, step)], done + self.shift
-        self.state = parse_recovery_state(saved).model_copy(
-            update={"shift": clock - step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
+        rollbacks, clock = [*self.state.rollbacks, (steps_done, checkpoint_step)], steps_done + self.batch_shift
+        self.state = parse_recovery_state(saved_state).model_copy(
+            update={"shift": clock - checkpoint_step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 
     def exclude_rollbacks_from_limit(self) -> None:
         """Makes the rollbacks so far no longer count against faults.max_rollbacks, since a user has changed the run.
         They stay in the record.
         """
-        self.state.forgiven = self.rollbacks
+        self.state.forgiven = self.rollback_count
 
 
-def _average_losses(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
+def _average_losses_over_ranks(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:
     """Returns {part: mean loss over all micro-batches and ranks}. The means are copied to the host in the background:
     read them later.
     """
@@ -176,7 +176,7 @@ def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Sto
     with the steps of the checkpoints in `store`. Call it on all ranks.
     """
     # At stage 3 DeepSpeed leaves in the padding of flats whatever the memory held: only weights are checked.
-    finite = are_all_finite([view for part in masters.values() for _, view in part.list_own_views(part.flats)])
+    finite = are_all_finite([view for part in masters.values() for _, view in part.iterate_views_to_save(part.flats)])
     if group.is_true_on_any_rank(not finite):
         raise FloatingPointError(
             f"the weights of step {step} are not finite and are not saved. {make_divergence_advice(store)}"

@@ -236,7 +236,7 @@ _TABLES = {
 }
 
 
-def find_decision(key: str) -> Decision | None:
+def find_decision_on_key(key: str) -> Decision | None:
     """Returns what dstrain does with a key of DeepSpeed's JSON, such as "zero_optimization.stage": the decision on the
     key, or on a section that contains it. Returns None if dstrain knows neither.
     """
@@ -250,7 +250,7 @@ def find_decision(key: str) -> Decision | None:
     return None
 
 
-def list_decisions() -> dict[str, Decision]:
+def collect_decisions_by_key() -> dict[str, Decision]:
     """Returns {key: what dstrain does with it} for each key of DeepSpeed's JSON that dstrain knows."""
     return {
         key: Decision(verdict, words)
@@ -268,12 +268,15 @@ def describe_unsupported_keys(settings: dict[str, Any]) -> Iterator[str]:
     zero = settings.get("zero_optimization")
     given = {f"zero_optimization.{name}" for name in zero} if isinstance(zero, dict) else set()
     for key, reason in (UNSUPPORTED_WITHIN | REMOVED).items():
-        value = read_value(settings, key)
+        value = get_dotted_setting(settings, key)
         # An empty section is one, too; and DeepSpeed stops at what it has removed with any value, null included.
         if (value is not None and value is not False) or (key in REMOVED and key in given):
             yield f'dstrain does not support "{key}": {reason}; remove it'
     for key, reason in NO_EFFECT.items():
-        value, device = read_value(settings, key), read_value(settings, f"{key.rpartition('.')[0]}.device")
+        value, device = (
+            get_dotted_setting(settings, key),
+            get_dotted_setting(settings, f"{key.rpartition('.')[0]}.device"),
+        )
         if reason is _NVME and device == "nvme":
             continue  # the device itself is refused
         if value not in (None, [], "auto", key in _ON_ANYWAY):
@@ -287,7 +290,7 @@ def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
     """
     if settings.get("log_level") not in ("info", "debug"):  # there DeepSpeed prints what it is asked for
         for key, reason in REMARKED.items():
-            if read_value(settings, key) not in (None, False):
+            if get_dotted_setting(settings, key) not in (None, False):
                 yield f'"{key}" changes nothing: {reason}'
     higher = [key for key in STAGE_3 if key in settings.get("zero_optimization", {})]
     if higher and stage < 3:
@@ -296,19 +299,19 @@ def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
 
 def describe_unknown_keys(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each key of DeepSpeed's JSON that dstrain does not know, such as one of a newer release."""
-    for key in list_keys(settings):
-        if find_decision(key) is None:
+    for key in iterate_dotted_keys(settings):
+        if find_decision_on_key(key) is None:
             yield (
                 f'"{key}" is a key that dstrain does not know, and that was never tried with it'
                 f"{suggest_key(key, SUPPORTED)}: remove it"
             )
 
 
-def list_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+def iterate_dotted_keys(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
     """Yields the dotted keys of all plain values in a section and its inner sections, with `prefix` before each."""
     for name, value in section.items():
         if isinstance(value, dict):
-            yield from list_keys(value, f"{prefix}{name}.")
+            yield from iterate_dotted_keys(value, f"{prefix}{name}.")
         else:
             yield prefix + name
 
@@ -318,14 +321,14 @@ def quote_value(value: Any) -> str:
     return json.dumps(value, default=str)[:60]
 
 
-def read_value(settings: Any, key: str) -> Any:
+def get_dotted_setting(settings: Any, key: str) -> Any:
     """Returns the value in `settings` of a key such as "zero_optimization.stage"; None if the key is absent."""
     for name in key.split("."):
         settings = settings.get(name) if isinstance(settings, dict) else None
     return settings
 
 
-def find_quoted_key(problem: str) -> str:
+def extract_quoted_key(problem: str) -> str:
     """Returns the text within the first pair of quotation marks in a message, such as a key of the JSON; "" if there is
     none.
     """

@@ -17,12 +17,12 @@ from typing import Any
 
 from dstrain.disk import small
 from dstrain.distributed.launcher import read_rank_and_world
-from dstrain.engine.parser import drop_nulls, list_refusals
+from dstrain.engine.parser import describe_refused_settings, drop_nulls
 from dstrain.engine.schema import (
     describe_idle_keys,
     describe_unknown_keys,
     describe_unsupported_keys,
-    find_quoted_key,
+    extract_quoted_key,
     quote_value,
 )
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, format_divisors, suggest_files
@@ -49,7 +49,7 @@ _AUTO_ZERO = {
 }
 
 
-def resolve_settings(
+def resolve_deepspeed_settings(
     ds_config: Path | dict[str, Any],
     world: int,
     device_type: str,
@@ -58,7 +58,7 @@ def resolve_settings(
     optimizer: Optimizer,
     faults: Faults,
     sequence: int = 1,
-    before: Settings | None = None,
+    settings_at_start: Settings | None = None,
 ) -> Settings:
     """Returns the checked settings for deepspeed.initialize on `world` ranks of a device type ("cuda" or "cpu"): those
     of DeepSpeed's JSON, completed from the recipe.
@@ -66,7 +66,7 @@ def resolve_settings(
     ds_config   the JSON's path, or its content
     batch, optimizer, faults    sections of the recipe
     sequence    parallel.sequence of the recipe: number of ranks that share each sample
-    before      the settings with which the run began, if it resumes; they decide a precision that is "auto"
+    settings_at_start    those with which the run began, if it resumes; they decide a precision that is "auto"
 
     Raises ConfigError with all problems.
     """
@@ -76,18 +76,18 @@ def resolve_settings(
         settings["bf16"] = settings.pop("bfloat16")
     problems = list(describe_unsupported_keys(settings))
     drop_nulls(settings)
-    problems += _list_optimizer_contradictions(settings.pop("optimizer", {}), optimizer)
+    problems += _describe_optimizer_contradictions(settings.pop("optimizer", {}), optimizer)
     problems += _fill_in_recipe_values(settings, batch, optimizer, world, sequence)
-    problems += _replace_auto_values(settings, device_type, before)
+    problems += _replace_auto_values(settings, device_type, settings_at_start)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
-    problems += _list_size_problems(settings)
-    named = {find_quoted_key(problem) for problem in problems}  # our own words come first, and each key is named once
-    problems += (refusal for refusal in list_refusals(settings) if find_quoted_key(refusal) not in named)
+    problems += _describe_size_problems(settings)
+    named = {extract_quoted_key(problem) for problem in problems}  # our words come first; a key is named once
+    problems += (refusal for refusal in describe_refused_settings(settings) if extract_quoted_key(refusal) not in named)
     if not problems:  # the types are right from here on
         problems += describe_unknown_keys(settings)
         problems += [
-            *_list_combination_problems(settings, optimizer, faults, world, device_type),
+            *_describe_combination_problems(settings, optimizer, faults, world, device_type),
             *_set_gradient_sum_type(settings),
         ]
     if problems:
@@ -95,7 +95,7 @@ def resolve_settings(
     return settings
 
 
-def split_batch(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, int]:
+def split_batch_over_ranks(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, int]:
     """Returns how many samples a rank takes in one forward pass, and how many forward passes a rank does in one
     optimizer step. If batch.micro is not set, there is one pass.
 
@@ -125,7 +125,7 @@ def split_batch(batch: BatchSize, world: int, sequence: int = 1) -> tuple[int, i
     return micro, share // micro
 
 
-def read_stage(settings: Settings) -> int:
+def read_zero_stage(settings: Settings) -> int:
     """Returns the ZeRO stage of DeepSpeed's settings, 0 to 3; 0 if none is set."""
     return int(settings.get("zero_optimization", {}).get("stage", 0))
 
@@ -137,9 +137,9 @@ def read_precision(settings: Settings) -> str:
     return next((name for name in ("bf16", "fp16") if settings.get(name, {}).get("enabled")), "fp32")
 
 
-def read_offload_device(settings: Settings, what: str) -> str:
-    """Returns the device to which `what`, offload_optimizer or offload_param, is moved: none, cpu or nvme."""
-    return str((settings.get("zero_optimization", {}).get(what) or {}).get("device", "none"))
+def read_offload_device(settings: Settings, section: str) -> str:
+    """Returns the device to which `section`, offload_optimizer or offload_param, is moved: none, cpu or nvme."""
+    return str((settings.get("zero_optimization", {}).get(section) or {}).get("device", "none"))
 
 
 def is_optimizer_offloaded(settings: Settings) -> bool:
@@ -151,7 +151,7 @@ def are_gradients_summed_in_fp32(settings: Settings) -> bool:
     grad_accum_dtype fp32, which DeepSpeed does not support there.
     """
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    return wide and read_stage(settings) < 2 and read_precision(settings) != "fp32"
+    return wide and read_zero_stage(settings) < 2 and read_precision(settings) != "fp32"
 
 
 def make_deepspeed_config(settings: Settings) -> Settings:
@@ -173,7 +173,7 @@ def list_remarks(settings: Settings, device_type: str) -> list[str]:
     zero, bf16 = settings.get("zero_optimization", {}), read_precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
     lines = []
-    if read_stage(settings) == 0 and read_precision(settings) != "fp32":
+    if read_zero_stage(settings) == 0 and read_precision(settings) != "fp32":
         lines.append(f"stage 0 with {read_precision(settings)} updates weights one by one, slowly: stage 1 does not")
     if not checked:
         lines.append(
@@ -181,15 +181,15 @@ def list_remarks(settings: Settings, device_type: str) -> list[str]:
             "norm of all gradients is always computed, and a step where it is not finite is skipped"
         )
     wide = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    if wide and is_optimizer_offloaded(settings) and read_stage(settings) < 3:
+    if wide and is_optimizer_offloaded(settings) and read_zero_stage(settings) < 3:
         lines.append(
             "gradients are summed in fp32 on the GPU, 4 bytes a weight, at stage 2 over all ranks: for half "
             f'of it, write "data_types": {{"grad_accum_dtype": "{read_precision(settings)}"}}'
         )
-    if bf16 and device_type == "cpu" and not can_multiply_bf16():
+    if bf16 and device_type == "cpu" and not can_cpu_multiply_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     asked = {key: value for key, value in settings.items() if _DEFAULTS.get(key) != value}
-    return [*lines, *describe_idle_keys(asked, read_stage(settings))]
+    return [*lines, *describe_idle_keys(asked, read_zero_stage(settings))]
 
 
 def _read_json(path: Path) -> Settings:
@@ -234,7 +234,7 @@ def _parse_finite_number(text: str) -> float:
     return value
 
 
-def _list_optimizer_contradictions(block: Any, optimizer: Optimizer) -> Iterator[str]:
+def _describe_optimizer_contradictions(block: Any, optimizer: Optimizer) -> Iterator[str]:
     """Yields a message for each entry of the JSON's section optimizer that contradicts the recipe, or that has no
     effect since dstrain builds the optimizer.
     """
@@ -253,7 +253,7 @@ def _list_optimizer_contradictions(block: Any, optimizer: Optimizer) -> Iterator
     }
     for key, value in block.get("params", {}).items():
         if key in own:
-            yield from _list_contradictions(f"optimizer.params.{key}", value, f"optimizer.{key}", own[key])
+            yield from _describe_contradiction(f"optimizer.params.{key}", value, f"optimizer.{key}", own[key])
         elif (key, value) != ("adam_w_mode", True):
             yield f'"optimizer.params.{key}" has no effect, since dstrain builds the optimizer: remove it'
     for key in sorted(set(block) - {"type", "params"}):
@@ -267,7 +267,7 @@ def _fill_in_recipe_values(
     another value. Raises ConfigError if the ranks cannot share the batch evenly.
     """
     try:
-        micro, accumulation = split_batch(batch, world, sequence)
+        micro, accumulation = split_batch_over_ranks(batch, world, sequence)
     except ConfigError as error:
         raise ConfigError(*error.problems) from None  # named by its recipe keys: the JSON is not at fault
     for key, recipe_key, own in (
@@ -276,30 +276,32 @@ def _fill_in_recipe_values(
         ("gradient_accumulation_steps", f"batch.global / batch.micro / {world} ranks", accumulation),
         ("gradient_clipping", "optimizer.clip", optimizer.clip),
     ):
-        yield from _list_contradictions(key, settings.get(key, "auto"), recipe_key, own)
+        yield from _describe_contradiction(key, settings.get(key, "auto"), recipe_key, own)
         settings[key] = own
 
 
-def _list_contradictions(key: str, value: Any, recipe_key: str, own: Any) -> Iterator[str]:
-    if value not in ("auto", own):
+def _describe_contradiction(key: str, value: Any, recipe_key: str, recipe_value: Any) -> Iterator[str]:
+    if value not in ("auto", recipe_value):
         yield (
-            f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(own)}: write "auto" in the '
-            "JSON, which leaves it to the recipe, or make both equal"
+            f'"{key}" is {json.dumps(value)}, {recipe_key} in the recipe is {json.dumps(recipe_value)}: write "auto" '
+            "in the JSON, which leaves it to the recipe, or make both equal"
         )
 
 
-def _replace_auto_values(settings: Settings, device_type: str, before: Settings | None) -> Iterator[str]:
+def _replace_auto_values(settings: Settings, device_type: str, settings_at_start: Settings | None) -> Iterator[str]:
     """Replaces "auto", in place, by a value for bf16.enabled and for the sizes of buckets. Yields a message for each
-    other "auto". before: the settings with which the run began, if it resumes, else None.
+    other "auto". settings_at_start: the settings with which the run began, if it resumes, else None.
     """
     if isinstance(settings.get("bf16"), dict) and settings["bf16"].get("enabled") == "auto":
         settings["bf16"]["enabled"] = (
-            read_precision(before) == "bf16" if before else device_type == "cuda" or can_multiply_bf16()
+            read_precision(settings_at_start) == "bf16"
+            if settings_at_start
+            else device_type == "cuda" or can_cpu_multiply_bf16()
         )
     zero = settings.get("zero_optimization")
     if isinstance(zero, dict):
         zero.update({key: own for key, own in _AUTO_ZERO.items() if zero.get(key) == "auto"})
-    for key in _list_auto_keys(settings, ""):
+    for key in _iterate_auto_keys(settings, ""):
         section, _, name = key.rpartition(".")
         within = f" within {section}" if section else ""
         yield (
@@ -309,7 +311,7 @@ def _replace_auto_values(settings: Settings, device_type: str, before: Settings 
         )
 
 
-def _list_loss_scale_problems(fp16: Settings, faults: Faults) -> Iterator[str]:
+def _describe_loss_scale_problems(fp16: Settings, faults: Faults) -> Iterator[str]:
     """Yields a message if fp16 may skip more steps in a row than faults.max_skipped until its dynamic loss scale is low
     enough. fp16: this section of DeepSpeed's JSON.
     """
@@ -345,16 +347,16 @@ def _set_gradient_sum_type(settings: Settings) -> Iterator[str]:
         )
 
 
-def _list_auto_keys(value: Any, key: str) -> Iterator[str]:
+def _iterate_auto_keys(value: Any, key: str) -> Iterator[str]:
     if value == "auto":
         yield key
     elif isinstance(value, dict):
         for name, inner in value.items():
             if (key, name) != ("data_types", "keep_in_fp32_modules"):  # there DeepSpeed knows the word
-                yield from _list_auto_keys(inner, f"{key}.{name}" if key else name)
+                yield from _iterate_auto_keys(inner, f"{key}.{name}" if key else name)
 
 
-def _list_size_problems(settings: Settings) -> Iterator[str]:
+def _describe_size_problems(settings: Settings) -> Iterator[str]:
     """Yields a message if the ZeRO stage is neither an integer nor "auto", and one for each size of a bucket or group,
     in elements, that is out of range. DeepSpeed allocates whole buckets: too large a size would fail only in training.
     """
@@ -376,7 +378,7 @@ def _list_size_problems(settings: Settings) -> Iterator[str]:
             )
 
 
-def _list_combination_problems(
+def _describe_combination_problems(
     settings: Settings, optimizer: Optimizer, faults: Faults, world: int, device_type: str
 ) -> Iterator[str]:
     """Yields a message for each setting that DeepSpeed or dstrain cannot use together with the others, or on this
@@ -391,13 +393,13 @@ def _list_combination_problems(
             '"fp16.enabled" is true, and DeepSpeed has no fp16 on CPU: take ds_configs/zero2.json (bf16) or '
             "ds_configs/zero2_fp32.json"
         )
-    elif enabled == ["fp16"] and read_stage(settings) == 0:
+    elif enabled == ["fp16"] and read_zero_stage(settings) == 0:
         yield (
             '"fp16.enabled" is true at stage 0, where DeepSpeed divides the gradients by a loss scale and does not '
             'multiply the loss by it: write "zero_optimization": {"stage": 1}, for one GPU as well'
         )
     elif enabled == ["fp16"]:
-        yield from _list_loss_scale_problems(settings["fp16"], faults)
+        yield from _describe_loss_scale_problems(settings["fp16"], faults)
     for what, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = read_offload_device(settings, what)
         if device == "nvme":
@@ -406,10 +408,10 @@ def _list_combination_problems(
                 "of initialization and of checkpoints, and where DeepSpeed silently reads nothing into an address that "
                 'is no multiple of 512 bytes, and trains on what was there: write "cpu"'
             )
-        if device != "none" and read_stage(settings) < least:
+        if device != "none" and read_zero_stage(settings) < least:
             yield (
                 f'"zero_optimization.{what}" needs stage {least} or above, "zero_optimization.stage" is '
-                f"{read_stage(settings)}: remove it or raise the stage"
+                f"{read_zero_stage(settings)}: remove it or raise the stage"
             )
     if optimizer.name != "adamw" and is_optimizer_offloaded(settings):
         yield (
@@ -418,14 +420,14 @@ def _list_combination_problems(
         )
     if optimizer.name == "adamw8bit" and importlib.util.find_spec("bitsandbytes") is None:
         yield "optimizer.name=adamw8bit needs bitsandbytes: pip install bitsandbytes, or write optimizer.name=adamw"
-    if read_stage(settings) == 3 and not zero.get("contiguous_gradients", True):
+    if read_zero_stage(settings) == 3 and not zero.get("contiguous_gradients", True):
         yield (
             '"zero_optimization.contiguous_gradients" is false at stage 3, where DeepSpeed then frees a gradient of '
             "which a rank owns no part while the GPU still reads it: write true"
         )
     if (factor := settings.get("gradient_predivide_factor", 1.0)) != 1:
         yield f'"gradient_predivide_factor" is {quote_value(factor)}, and DeepSpeed knows 1 alone with ZeRO: remove it'
-    yield from _list_profiler_problems(settings.get("flops_profiler", {}))
+    yield from _describe_profiler_problems(settings.get("flops_profiler", {}))
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
     local = zero.get("zero_hpz_partition_size", 1)
@@ -441,13 +443,13 @@ def _list_combination_problems(
         )
     for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
         if zero.get(key, False) > (key == "zero_hpz_partition_size"):
-            if read_stage(settings) != 3:
-                yield f'"zero_optimization.{key}" belongs to stage 3, "stage" is {read_stage(settings)}: remove it'
+            if read_zero_stage(settings) != 3:
+                yield f'"zero_optimization.{key}" belongs to stage 3, "stage" is {read_zero_stage(settings)}: remove it'
             elif device_type == "cpu" and "quantized" in key:
                 yield f'"zero_optimization.{key}" needs a GPU: take ds_configs/zero3.json here'
 
 
-def _list_profiler_problems(profiler: Settings) -> Iterator[str]:
+def _describe_profiler_problems(profiler: Settings) -> Iterator[str]:
     """Yields a message, on rank 0, if flops_profiler is enabled and its output file cannot be written. Without this
     check DeepSpeed would fail in the middle of training.
     """
@@ -460,7 +462,7 @@ def _list_profiler_problems(profiler: Settings) -> Iterator[str]:
         yield f'"flops_profiler.output_file" is {quote_value(path)}, which cannot be written: name a file, or remove it'
 
 
-def can_multiply_bf16() -> bool:
+def can_cpu_multiply_bf16() -> bool:
     """Returns whether this CPU has instructions that multiply bf16, and oneDNN may use them. If not, bf16 is emulated,
     which is slow. Asks torch and measures nothing, so that all ranks on equal CPUs agree.
     """

@@ -19,14 +19,14 @@ from dstrain.distributed.launcher import Place
 from dstrain.distributed.presence import make_launch_folder_name
 from dstrain.distributed.progress import get_phases
 from dstrain.distributed.stops import get_stops
-from dstrain.engine.patches import import_deepspeed, replace_current_stream, set_group_timeout
+from dstrain.engine.patches import import_deepspeed, replace_current_stream_lookup, set_default_group_timeout
 from dstrain.recipe import ConfigError
 
 _OPERATOR = "deepspeed_shm_comm"  # also the name of its folder
 exchanged = False  # Whether this process has begun a process group, whose threads may outlive it.
 
 
-def start_group(timeout_minutes: float = 30) -> None:
+def start_process_group(timeout_minutes: float = 30) -> None:
     """Joins the process group of the launcher (deepspeed, torchrun, Slurm), or begins one of this process alone. Sets
     the environment variables of rank and world size, and imports DeepSpeed. Does not join again if a group is started.
 
@@ -34,35 +34,35 @@ def start_group(timeout_minutes: float = 30) -> None:
     group.explain_lost_ranks explains. Raises ConfigError if the port is taken.
     """
     get_phases().enter_phase("importing DeepSpeed")
-    place = _write_rank_variables()
-    _warn_of_shared_store()
+    place = _set_rank_variables()
+    _warn_of_shared_torchrun_store()
     deepspeed = import_deepspeed()
     if torch.cuda.is_available():
         torch.cuda.set_device(group.device())
-        replace_current_stream(group.device().index)
+        replace_current_stream_lookup(group.device().index)
     if not group.is_started():
         global exchanged
         exchanged = True
         timeout = timedelta(minutes=timeout_minutes)
-        set_group_timeout(timeout)
+        set_default_group_timeout(timeout)
         try:
             if place.world > 1:
                 get_phases().enter_phase(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
-            _start_group_of_launch(deepspeed.get_accelerator().communication_backend_name(), timeout)
+            _start_process_group_of_launch(deepspeed.get_accelerator().communication_backend_name(), timeout)
             with (
-                _announce_compiling(),
+                _announce_operator_compiling(),
                 redirect_stdout(io.StringIO()),
             ):  # each rank would print a line of DeepSpeed's own
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
         except torch.distributed.DistNetworkError as error:
-            raise (_make_taken_port_error() if _is_port_taken(error) else error) from None
+            raise (_make_taken_port_error() if _is_taken_port_error(error) else error) from None
         group.barrier()
-        _unlink_shared_buffers()
+        _unlink_shared_memory_buffers()
         if place.world > 1:
             get_stops().set_store(group.open_group_store())
 
 
-def _write_rank_variables() -> Place:
+def _set_rank_variables() -> Place:
     """Sets the environment variables from which DeepSpeed reads the ranks. Returns rank and world size of this process.
 
     RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE are what the launcher says, or rank 0 of 1. MASTER_ADDR and
@@ -79,7 +79,7 @@ def _write_rank_variables() -> Place:
     if place.world == 1:  # It meets nobody, whatever host a shell or a job names.
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     elif "MASTER_ADDR" not in os.environ:
-        os.environ["MASTER_ADDR"] = _find_first_host()
+        os.environ["MASTER_ADDR"] = _find_host_of_rank_0()
     # Launchers name the same port for every run, so that two runs of one rank would fight for it, which nobody else
     # needs. Only torchrun's agent listens at the port that it names.
     alone = place.world == 1 and not group.is_started() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -92,7 +92,7 @@ def _write_rank_variables() -> Place:
     return place
 
 
-def _warn_of_shared_store() -> None:
+def _warn_of_shared_torchrun_store() -> None:
     """Prints a note if torchrun lets machines join later (--nnodes MIN:MAX) and its agents share their store with the
     ranks. A machine that joins later would then hang.
     """
@@ -108,7 +108,7 @@ def _warn_of_shared_store() -> None:
 
 
 @contextmanager
-def _announce_compiling() -> Iterator[None]:
+def _announce_operator_compiling() -> Iterator[None]:
     """Prints, before the block, that DeepSpeed will compile its operator for exchanges on the CPU inside the block, and
     after the block how long it took. Prints nothing on a GPU, or if the operator is compiled already.
     """
@@ -125,7 +125,7 @@ def _announce_compiling() -> Iterator[None]:
     get_phases().print_lines(f"compiled in {time.monotonic() - began:.0f} s")
 
 
-def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
+def _start_process_group_of_launch(backend: str, timeout: timedelta) -> None:
     """Starts torch's process group over a store that only this launch uses. Does nothing if DeepSpeed can start the
     group itself: for one rank, and with torchrun. But if torchrun has restarted the ranks and its store still holds the
     addresses of earlier ones, starts the group, too.
@@ -142,7 +142,7 @@ def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
         store, _, _ = next(torch.distributed.rendezvous("env://", timeout=timeout))
         store = torch.distributed.PrefixStore(f"attempt_{attempt}", store)
     else:
-        store = open_store()
+        store = open_launch_store()
         if place.rank == 0:
             store.set("dstrain/ready", "")
         if not group.wait_for_first_rank(store, "dstrain/ready", timeout.total_seconds()):
@@ -159,7 +159,7 @@ def _start_group_of_launch(backend: str, timeout: timedelta) -> None:
 
 
 @functools.cache
-def open_store() -> torch.distributed.Store:
+def open_launch_store() -> torch.distributed.Store:
     """Returns a connection to the store of rank 0, through which the ranks exchange small values. The first call makes
     the connection, and waits for rank 0; later calls return the same one.
 
@@ -167,7 +167,7 @@ def open_store() -> torch.distributed.Store:
     """
     # A launcher that starts several ranks on a host is the parent of them all. So a rank on rank 0's host with another
     # parent belongs to another launch that uses the same port.
-    place = _write_rank_variables()
+    place = _set_rank_variables()
     try:
         store = torch.distributed.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -178,7 +178,7 @@ def open_store() -> torch.distributed.Store:
             timeout=torch.distributed.distributed_c10d.default_pg_timeout,
         )
     except torch.distributed.DistNetworkError as error:
-        raise (_make_taken_port_error() if _is_port_taken(error) else error) from None
+        raise (_make_taken_port_error() if _is_taken_port_error(error) else error) from None
     host, launch = socket.gethostname(), make_launch_folder_name() if place.local_world > 1 else ""
     if place.rank == 0:
         store.set("dstrain/launch", f"{host} {launch}")
@@ -188,7 +188,7 @@ def open_store() -> torch.distributed.Store:
     return store
 
 
-def _is_port_taken(error: Exception) -> bool:
+def _is_taken_port_error(error: Exception) -> bool:
     return "EADDRINUSE" in str(error) or "in use" in str(error)
 
 
@@ -199,7 +199,7 @@ def _make_taken_port_error() -> ConfigError:
     )
 
 
-def _unlink_shared_buffers() -> None:
+def _unlink_shared_memory_buffers() -> None:
     """Removes the files in /dev/shm by which DeepSpeed shares buffers between ranks on the CPU, 69 MB for each rank;
     DeepSpeed would leave them there. Does nothing on a GPU.
 
@@ -211,7 +211,7 @@ def _unlink_shared_buffers() -> None:
             path.unlink(missing_ok=True)
 
 
-def _find_first_host() -> str:
+def _find_host_of_rank_0() -> str:
     """Returns the host of rank 0: the first host of Slurm's step or job, or 127.0.0.1 without Slurm. Raises ConfigError
     if scontrol does not tell Slurm's hosts.
     """

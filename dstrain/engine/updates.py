@@ -32,12 +32,12 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group
 from dstrain.engine.patches import (
-    await_reductions_on_device,
-    call_before_reduction,
-    disable_scale_updates,
-    replace_step,
-    restore_reduction,
-    skip_reduction,
+    call_before_gradient_reduction,
+    disable_loss_scale_updates,
+    make_device_await_reductions,
+    replace_optimizer_step,
+    restore_gradient_reduction,
+    skip_gradient_reduction,
 )
 
 
@@ -49,14 +49,14 @@ class WideSums:
     def __init__(self, weights: Iterable[nn.Parameter]):
         self._sums: dict[nn.Parameter, Tensor] = {}
         self._engine: Any = None
-        self._hooks = [weight.register_post_accumulate_grad_hook(self._sum_gradient) for weight in weights]
+        self._hooks = [weight.register_post_accumulate_grad_hook(self._add_gradient_to_sum) for weight in weights]
 
-    def attach(self, engine: Any) -> None:
+    def attach_to_engine(self, engine: Any) -> None:
         """Connects the sums to a DeepSpeed engine, which knows which micro-batch is the last of a step. From now on,
         `_move_sums_into_grads` is called each time before the engine reduces gradients.
         """
         self._engine, engine.wide_sums = engine, self
-        call_before_reduction(engine, self._move_sums_into_grads)
+        call_before_gradient_reduction(engine, self._move_sums_into_grads)
 
     def _move_sums_into_grads(self) -> None:
         """On the last micro-batch of a step, moves the sums of those weights that have no gradient in this micro-batch
@@ -66,19 +66,19 @@ class WideSums:
             for weight in list(self._sums):
                 weight.grad = self._sums.pop(weight).to(weight.dtype)
 
-    def detach(self) -> None:
+    def detach_from_engine(self) -> None:
         """Stops summing gradients: removes the hooks from the weights, and disconnects the sums from the engine."""
         for hook in self._hooks:
             hook.remove()
-        restore_reduction(self._engine)
+        restore_gradient_reduction(self._engine)
         del self._engine.wide_sums
 
-    def list_sums(self) -> Iterable[Tensor]:
+    def get_sums(self) -> Iterable[Tensor]:
         """Returns the live fp32 sums of gradients in this step so far, of the weights that have had a gradient."""
         return self._sums.values()
 
     @torch.no_grad()
-    def _sum_gradient(self, weight: nn.Parameter) -> None:
+    def _add_gradient_to_sum(self, weight: nn.Parameter) -> None:
         """Adds a weight's gradient of this micro-batch to its fp32 sum and sets the gradient to None. On the last
         micro-batch of the step, sets the gradient to the whole sum instead.
         """
@@ -155,15 +155,15 @@ class Updates:
             self._torch_fp32 or self.stage > 0
         )
         if self._check_on_device and self._torch_fp32:
-            replace_step(engine, None)
+            replace_optimizer_step(engine, None)
         elif self._check_on_device:
-            replace_step(engine, self._step_stage3 if self.stage == 3 else self._step_stage12)
+            replace_optimizer_step(engine, self._step_stage3 if self.stage == 3 else self._step_stage12)
             if self._needs_no_reduction:
                 self._skip_reduction()
             elif engine.zero_overlap_comm() if self.stage == 3 else self._zero.overlap_comm:
-                await_reductions_on_device(self._zero, self.stage)
+                make_device_await_reductions(self._zero, self.stage)
         if self._has_dynamic_scale:
-            disable_scale_updates(self._zero)  # `count_last_step` changes it
+            disable_loss_scale_updates(self._zero)  # `count_last_step_result` changes it
 
     def step(self) -> None:
         """Ends a micro-batch after its backward pass. On the last micro-batch of a step, takes the optimizer's step,
@@ -176,12 +176,12 @@ class Updates:
             self.engine.step()
             self.applied = Flag(False)
             return
-        self.count_last_step()
+        self.count_last_step_result()
         if self._torch_fp32:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
-            self._compute_norm_and_set_scale(
+            self._compute_gradient_norm_and_scale(
                 [
-                    _compute_row_norms(weight.grad)
+                    _compute_chunk_norms(weight.grad)
                     for weight in self.engine.module.parameters()
                     if weight.grad is not None
                 ],
@@ -194,7 +194,7 @@ class Updates:
         self.applied = Flag(self._norm.isfinite().float() if self._check_on_device else self.engine.was_step_applied())
         self._unread = self.applied
 
-    def count_last_step(self) -> None:
+    def count_last_step_result(self) -> None:
         """Counts the latest step as skipped or applied, and raises or lowers a dynamic loss scale by this result. Does
         nothing if the step was counted before. Waits for the device.
         """
@@ -212,23 +212,25 @@ class Updates:
         before the backward pass, for which the loss is multiplied by the scale.
         """
         if self._has_dynamic_scale:
-            self.count_last_step()
+            self.count_last_step_result()
 
     @torch.no_grad()
-    def _compute_norm_and_set_scale(self, norms: Sequence[Tensor], ranks: dist.ProcessGroup | None) -> None:
+    def _compute_gradient_norm_and_scale(
+        self, norms: Sequence[Tensor], process_group: dist.ProcessGroup | None
+    ) -> None:
         """Computes the norm of all gradients, before clipping and without the loss scale, and sets `_norm` to it. If
         the optimizer can skip a step on the device, also sets two of its attributes: `found_inf`, 1 if the norm is not
         finite, else 0; and `grad_scale`, the number by which the optimizer divides gradients for the loss scale and for
         clipping.
 
         norms   norms of those pieces of the gradients that this rank has
-        ranks   the process group over which the pieces lie; None: this rank has all of them
+        process_group   the process group over which the pieces lie; None: this rank has all of them
         """
         scale, clip = self.loss_scale or 1.0, self.engine.gradient_clipping()
         norm = torch.linalg.vector_norm(torch.cat(list(norms)))
-        if ranks is not None and dist.get_world_size(ranks) > 1:
+        if process_group is not None and dist.get_world_size(process_group) > 1:
             square = norm.square()
-            dist.all_reduce(square, group=ranks)
+            dist.all_reduce(square, group=process_group)
             norm = square.sqrt()
         self._norm = norm / scale
         if self._check_on_device:
@@ -254,25 +256,25 @@ class Updates:
         If gradients of several micro-batches are summed in fp32, the sums are from now on in `grad` of the fp32
         weights.
         """
-        skip_reduction(self._zero)
+        skip_gradient_reduction(self._zero)
         aside = getattr(self.engine, "wide_sums", None)
         if aside:
-            aside.detach()
+            aside.detach_from_engine()
         self._sum_into_masters = bool(aside) or self._zero.gradient_accumulation_dtype != self._zero.dtype
 
-    def _list_gradients(self, number: int, master: Tensor) -> list[Tensor]:
+    def _list_gradient_pieces(self, group_number: int, master: Tensor) -> list[Tensor]:
         """Returns the gradient of `master`, a tensor of fp32 weights at stages 1 and 2, in consecutive pieces of one
-        dimension. `number` is the index of its parameter group.
+        dimension. `group_number` is the index of its parameter group.
         """
         zero = self._zero
         if not self._needs_no_reduction:
-            flat = zero._get_preflattened_grad_partition(number)  # fp32 sums over micro-batches lie so already
-            return [piece.reshape(-1) for piece in zero.averaged_gradients[number]] if flat is None else [flat]
+            flat = zero._get_preflattened_grad_partition(group_number)  # fp32 sums over micro-batches lie so already
+            return [piece.reshape(-1) for piece in zero.averaged_gradients[group_number]] if flat is None else [flat]
         if self._sum_into_masters:
             return [master.grad]
         pieces = [
             weight.new_zeros(weight.numel()) if weight.grad is None else weight.grad.reshape(-1)
-            for weight in zero.bit16_groups[number]
+            for weight in zero.bit16_groups[group_number]
         ]
         padding = master.numel() - sum(piece.numel() for piece in pieces)
         return [*pieces, pieces[0].new_zeros(padding)] if padding else pieces
@@ -285,7 +287,7 @@ class Updates:
         zero, norms = self._zero, []
         masters = zero.single_partition_of_fp32_groups
         for number, master in enumerate(masters):
-            pieces = self._list_gradients(number, master)
+            pieces = self._list_gradient_pieces(number, master)
             if len(pieces) == 1:
                 master.grad = pieces[0].to(master.dtype)
             else:
@@ -295,12 +297,12 @@ class Updates:
             norms.append(
                 torch.stack(torch._foreach_norm(pieces, dtype=torch.float32))
                 if master.is_cuda
-                else _compute_row_norms(master.grad)
+                else _compute_chunk_norms(master.grad)
             )
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
             del pieces
-        self._compute_norm_and_set_scale(norms, zero.dp_process_group)
+        self._compute_gradient_norm_and_scale(norms, zero.dp_process_group)
         zero.optimizer.step()
         for master in masters:
             master.grad = None
@@ -318,7 +320,9 @@ class Updates:
         zero._pre_step()
         if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._partitioned_weights):
             zero._partition_all_parameters()
-        self._compute_norm_and_set_scale([_compute_row_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group)
+        self._compute_gradient_norm_and_scale(
+            [_compute_chunk_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group
+        )
         zero.zero_grad(set_to_none=True)
         for number, master in enumerate(zero.fp32_partitioned_groups_flat):
             zero._prepare_sub_group(number, set())
@@ -366,13 +370,13 @@ class Updates:
         return self.engine.zero_optimization_stage()
 
     @property
-    def skipped(self) -> int:
+    def skipped_count(self) -> int:
         """Returns the number of steps since the run began that were skipped, because a gradient was not finite."""
-        self.count_last_step()
+        self.count_last_step_result()
         return self.engine.skipped_steps
 
-    @skipped.setter
-    def skipped(self, count: int) -> None:
+    @skipped_count.setter
+    def skipped_count(self, count: int) -> None:
         self._unread = None
         self.engine.skipped_steps = count
 
@@ -401,7 +405,7 @@ class Updates:
         """Returns the dynamic loss scale and its counters, by DeepSpeed's names, for a checkpoint; {} if the scale is
         fixed or there is none.
         """
-        self.count_last_step()
+        self.count_last_step_result()
         return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._has_dynamic_scale}
 
     @scaler_state.setter
@@ -411,7 +415,7 @@ class Updates:
             vars(self._zero.loss_scaler).update(state)
 
 
-def _compute_row_norms(values: Tensor) -> Tensor:
+def _compute_chunk_norms(values: Tensor) -> Tensor:
     """Returns the fp32 norms (n,) of consecutive pieces of a tensor, 16,384 elements each; the last piece may be
     shorter. The norm of these norms is the norm of the tensor.
     """

@@ -14,7 +14,7 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.distributed.progress import get_phases
-from dstrain.engine.settings import read_offload_device, read_stage, resolve_settings
+from dstrain.engine.settings import read_offload_device, read_zero_stage, resolve_deepspeed_settings
 from dstrain.planning.count import count_costs
 from dstrain.planning.counts import Layout
 from dstrain.planning.estimate import CONTEXT, EFFICIENCY, Estimate
@@ -41,7 +41,7 @@ class Case:
         """Counts the costs of the case, and returns the estimate. Prints a line on stderr before, since a count takes
         seconds or minutes. Raises ConfigError if the JSON does not suit the recipe or this number of ranks.
         """
-        settings = resolve_settings(
+        settings = resolve_deepspeed_settings(
             self.ds_config,
             self.layout.world,
             "cuda",
@@ -51,7 +51,7 @@ class Case:
             sequence=self.run.parallel.sequence,
         )
         micro, recompute = settings["train_micro_batch_size_per_gpu"], self.run.model.get("recompute", "none")
-        work = f"counting stage {read_stage(settings)}, micro-batch {micro}, recompute {recompute}"
+        work = f"counting stage {read_zero_stage(settings)}, micro-batch {micro}, recompute {recompute}"
         work += "".join(f", {name}" for name in _OFFLOADS[-1] if read_offload_device(settings, name) != "none")
         print(f"{work} ...", file=sys.stderr, flush=True)
         get_phases().enter_phase(work)

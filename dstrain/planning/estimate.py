@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_stage
+from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_zero_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_weights_and_checkpoint_bytes, describe_memory_of_states
 from dstrain.planning.step import choose_step_to_measure
@@ -81,7 +81,7 @@ class Estimate:
         sent = sum(_estimate_collective_seconds(call, self.layout, self.chip) for call in self.counts.collectives)
         if is_optimizer_offloaded(self.settings):  # gradients go to the host, and weights come back
             width = 4 if read_precision(self.settings) == "fp32" else 2
-            owned = self.counts.trained_weights / (self.layout.world if read_stage(self.settings) else 1)
+            owned = self.counts.trained_weights / (self.layout.world if read_zero_stage(self.settings) else 1)
             sent += 2 * width * owned / self.chip.host_link
         sent += 2 * self.counts.moved / self.chip.host_link
         return StepTime((self.counts.flops + self.counts.recomputed) / rate, sent)
@@ -93,7 +93,7 @@ class Estimate:
 
     def collect_choices(self) -> dict[str, Any]:
         """Returns {key as a user writes it: value} of the choices that `dstrain plan` may change so that a run fits."""
-        zero = {"stage": read_stage(self.settings)} | {
+        zero = {"stage": read_zero_stage(self.settings)} | {
             name: read_offload_device(self.settings, name) for name in OPTIONAL
         }
         return {

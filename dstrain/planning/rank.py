@@ -7,9 +7,9 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.engine.planning.activations import Fused
-from dstrain.engine.planning.fake_ranks import FakeEngines, enter_fake_world
-from dstrain.engine.planning.memory_kinds import OFFLOADED, count_saved_bytes
-from dstrain.engine.settings import read_offload_device, read_stage
+from dstrain.engine.planning.fake_ranks import FakeEngines, use_fake_ranks_and_tensors
+from dstrain.engine.planning.memory_kinds import OFFLOADED, count_checkpoint_bytes
+from dstrain.engine.settings import read_offload_device, read_zero_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_state_bytes_by_kind, count_weights_and_checkpoint_bytes
 from dstrain.planning.step import Measured, choose_step_to_measure, measure_bytes_of_states, measure_step
@@ -78,14 +78,14 @@ def measure_step_as_rank_0(
     # At least two whole groups of ranks that share a second copy of the weights, and of those that share samples.
     copies = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     sharing = math.lcm(copies, run.parallel.sequence)
-    few = min(world, sharing * max(2, _MAX_FAKE_RANKS // sharing)) if read_stage(settings) == 3 else world
-    with enter_fake_world(few), Fused() if device == "cuda" else nullcontext():
+    few = min(world, sharing * max(2, _MAX_FAKE_RANKS // sharing)) if read_zero_stage(settings) == 3 else world
+    with use_fake_ranks_and_tensors(few), Fused() if device == "cuda" else nullcontext():
         measured, engines, ema = measure_step(run, settings, system, FakeEngines)
-        own = count_saved_bytes(engines.masters, ema)
+        own = count_checkpoint_bytes(engines.masters, ema)
     if few < world:
-        with enter_fake_world(world):
+        with use_fake_ranks_and_tensors(world):
             kept, engines, ema = measure_bytes_of_states(run, settings, system, FakeEngines)
-            own = count_saved_bytes(engines.masters, ema)
+            own = count_checkpoint_bytes(engines.masters, ema)
         measured = _scale_measures_to_world(measured, kept, few, world)
     return measured, own
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from dstrain.engine.blocks import check_leaf_module_names
+from dstrain.engine.blocks import require_known_leaf_modules
 from dstrain.engine.optimizers import freeze_weights, group_weights
 from dstrain.engine.planning.memory_kinds import OFFLOADED
-from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_stage
+from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_zero_stage
 from dstrain.recipe import Run
 from dstrain.systems.base import System
 
@@ -43,13 +43,13 @@ def count_state_bytes_by_kind(run: Run, system: System, settings: dict[str, Any]
 
     Raises ConfigError if the recipe or DeepSpeed's JSON names weights or modules that the networks lack.
     """
-    level, wide = read_stage(settings), read_precision(settings) == "fp32"
+    level, wide = read_zero_stage(settings), read_precision(settings) == "fp32"
     width, share = 4 if wide else 2, world if level else 1
     summed = 4 if settings.get("data_types", {}).get("grad_accum_dtype") == "fp32" else width
     moment = _EIGHT_BITS if run.optimizer.name == "adamw8bit" else 4
     sizes = dict.fromkeys(("weights", "masters", "moments", "gradients", "average", "staging"), 0.0)
     networks = _build_and_freeze_networks(run, system)
-    check_leaf_module_names(networks, settings)
+    require_known_leaf_modules(networks, settings)
     for part, network in networks.items():
         sizes["weights"] += width * _count_frozen_weights(network) / (world if level == 3 else 1)
         for count, moments, averages in _iterate_optimizer_group_sizes(run, system, part, network):
@@ -73,7 +73,7 @@ def describe_memory_of_states(run: Run, system: System, settings: dict[str, Any]
     offloaded = {
         kind for entry, kinds in OFFLOADED.items() if read_offload_device(settings, entry) != "none" for kind in kinds
     }
-    offloaded -= {"gradients"} if read_stage(settings) < 3 else set()  # They are summed on the GPU.
+    offloaded -= {"gradients"} if read_zero_stage(settings) < 3 else set()  # They are summed on the GPU.
     kinds = ", ".join(f"{kind}{' (host)' * (kind in offloaded)} {size / 1e9:.3g}" for kind, size in sizes.items())
     rank = f"each of {world} ranks keeps" if world > 1 else "the rank keeps"
     return f"memory: {rank} {sum(sizes.values()) / 1e9:.3g} GB: {kinds}; activations and buckets come on top"

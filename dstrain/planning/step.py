@@ -15,12 +15,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.planning.memory_kinds import (
-    list_gradients,
-    list_kept_tensors,
-    list_secondary_weights,
-    list_tensor_makers,
+    iterate_allocating_methods,
+    iterate_gradients,
+    iterate_secondary_weight_copies,
+    iterate_tensors_kept_between_steps,
 )
-from dstrain.engine.settings import read_stage
+from dstrain.engine.settings import read_zero_stage
 from dstrain.planning.counts import Collective
 from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.planning.watch import ON_HOST, Done, Watch
@@ -80,7 +80,7 @@ def measure_step(
         begun: list[Done] = []
         _label_tensors_by_maker(watch, system, engines, updates, begun)
         last = choose_step_to_measure(run, system)
-        for number in range(last - _WARM[read_stage(settings)], last + 1):
+        for number in range(last - _WARM[read_zero_stage(settings)], last + 1):
             _label_states_and_reset_counts(watch, engines, ema)
             begun.clear()
             begin = watch.num_events
@@ -88,7 +88,7 @@ def measure_step(
                 take_step(max(0, number), run, system, engines, batches, NoTracker())
             updates.append(watch.num_events)
             with watch.set_kind_of_new_storages("working"):
-                ema.update(max(0, number), engines.collect_applied_flags())
+                ema.update_averages(max(0, number), engines.collect_update_flags())
             updates.append(watch.num_events)
         moments = [begin, *updates, watch.num_events]
         spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
@@ -116,10 +116,10 @@ def measure_bytes_of_states(
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         for masters in engines.masters.values():
             for moment in masters.moment_kinds:
-                masters.read_moments(moment)
-        for name, tensor in list_kept_tensors(engines.masters, ema):
+                masters.get_moments_in_fp32(moment)
+        for name, tensor in iterate_tensors_kept_between_steps(engines.masters, ema):
             watch.set_storage_kind([tensor], name, MADE_IN_A_STEP)
-        watch.set_storage_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        watch.set_storage_kind(iterate_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
         sizes = watch.sum_living_bytes_by_kind()
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
@@ -155,15 +155,15 @@ def _label_tensors_by_maker(
         """Records the events at which an optimizer's step begins and ends. Before it, labels gradients and secondary
         weights.
         """
-        watch.set_storage_kind(list_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
-        watch.set_storage_kind(list_secondary_weights(engines.masters), "secondary")
+        watch.set_storage_kind(iterate_gradients(engines.masters), "gradients", MADE_IN_A_STEP)
+        watch.set_storage_kind(iterate_secondary_weight_copies(engines.masters), "secondary")
         updates.append(watch.num_events)
         yield
         updates.append(watch.num_events)
 
     for masters in engines.masters.values():
         wrap_method_in_context(masters, "step", label_tensors_of_update)
-        for owner, name, kind in list_tensor_makers(masters):
+        for owner, name, kind in iterate_allocating_methods(masters):
             wrap_method_in_context(owner, name, partial(watch.set_kind_of_new_storages, kind))
 
 
@@ -185,9 +185,9 @@ def _label_states_and_reset_counts(watch: Watch, engines: Engines, ema: EmaShado
     and "other" for the rest that a step has made. Resets the watch's counts of collectives, recomputed operations and
     bytes moved to the host.
     """
-    for kind, tensor in list_kept_tensors(engines.masters, ema):
+    for kind, tensor in iterate_tensors_kept_between_steps(engines.masters, ema):
         watch.set_storage_kind([tensor], kind, (*MADE_IN_A_STEP, "buckets"))
-    watch.set_storage_kind(list_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
+    watch.set_storage_kind(iterate_gradients(engines.masters), "gradients", (*MADE_IN_A_STEP, "buckets"))
     watch.replace_storage_kinds("other", MADE_IN_A_STEP)
     watch.pop_collectives()
     watch.recomputed, watch.moved = 0.0, 0

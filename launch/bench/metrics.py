@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dstrain.distributed import group
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.metrics import distances
 from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Collector, Statistics
@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--local_rank", "--local-rank", type=int)
     options = parser.parse_args()
     if group.read_rank_and_world().world > 1:
-        start_group()
+        start_process_group()
     begin, cpu = time.perf_counter(), time.process_time()
 
     def tell(what: str) -> None:

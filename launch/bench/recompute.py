@@ -17,8 +17,8 @@ from torch import Tensor
 from dstrain import recipe, systems
 from dstrain.commands.exits import run_main
 from dstrain.commands.options.arguments import Parser, parse_positive_integer
-from dstrain.engine.blocks import HostMemory, prepare_blocks
-from dstrain.engine.planning.activations import count_flops, count_kept_bytes
+from dstrain.engine.blocks import HostMemory, wrap_block_forwards
+from dstrain.engine.planning.activations import count_activation_bytes, count_flops
 
 _LATENTS = ["model.first_stage=null", "model.in_channels=4"]
 _PICTURES = ["perceptual=null", "discriminator=null"]
@@ -77,14 +77,14 @@ def measure(system: systems.System, choice: str | int, batch: int) -> Cost:
         networks = system.networks()
     for name, network in networks.items():
         network.to(torch.bfloat16).requires_grad_(name == part)
-        prepare_blocks(network, system.blocks(), choice, host=host)
+        wrap_block_forwards(network, system.blocks(), choice, host=host)
     example = {name: value.to("meta") for name, value in system.encode(system.synthetic(batch)).items()}
     weights = (tensor for network in networks.values() for tensor in (*network.parameters(), *network.buffers()))
 
     def loss():
         return system.loss(part, networks, dict(example))["loss"]
 
-    kept = count_kept_bytes(loss, [*example.values(), *weights])
+    kept = count_activation_bytes(loss, [*example.values(), *weights])
     return Cost(kept, host.nbytes, count_flops(loss))
 
 

@@ -57,9 +57,9 @@ def main() -> None:
     elif options.dry_run:
         print(summarize_job(job))
     else:
-        from dstrain.engine.start import start_group
+        from dstrain.engine.start import start_process_group
 
-        start_group()
+        start_process_group()
         beside = job.run.directory.parent
         beside.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=beside) if group.rank() == 0 else nullcontext() as folder:
@@ -87,7 +87,7 @@ def measure(job: Job, folder: Path) -> dict[str, float]:
         for part, masters in engines.masters.items()
         for flats in (
             masters.flats,
-            *map(masters.read_moments, masters.moment_kinds),
+            *map(masters.get_moments_in_fp32, masters.moment_kinds),
             *ema.flats.get(part, {}).values(),
         )
         for flat in flats

@@ -6,7 +6,7 @@ import sys
 import torch
 
 from dstrain import recipe, systems
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.tracking.flops import count_step_flops
 from kit.rivals import rivals
@@ -16,7 +16,7 @@ from tests.support.launch import ROOT
 
 
 def main() -> None:
-    start_group()
+    start_process_group()
     run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", ["batch.micro=4", "optimizer.weight_decay=0.1"])
     run = recipe.complete_model_section(run, systems.find_config_class(run.system))
     system = systems.build(run.system, run.model)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.recipe import Save
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import EMA, GLOBAL, batch, decays, gathered, recipe, rows
@@ -107,8 +107,8 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
         x, y = batch(step)
         mine = rows(0, GLOBAL // group.world())
         with engines.freeze_all_but("tiny") as nets:
-            engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
-        ema.update(step, engines.collect_applied_flags())
+            engines.run_backward_and_step("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
+        ema.update_averages(step, engines.collect_update_flags())
         full = gathered(masters, masters.flats)
         for decay, shadow in naive.items():
             for name, value in shadow.items():
@@ -123,7 +123,7 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
 
 
 def main(folder: Path) -> None:
-    start_group()
+    start_process_group()
     truth = {}
     for stage in STAGES:
         for precision in PRECISIONS:

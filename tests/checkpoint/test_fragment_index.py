@@ -15,7 +15,7 @@ from dstrain.checkpoint.fragment_index import (
     Rows,
     make_index_file_name,
     make_shard_index_rows,
-    write_index,
+    write_index_file,
 )
 from dstrain.checkpoint.fragments import (
     Fragment,
@@ -58,7 +58,7 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
                 entries, write_shard(folder / make_shard_file_name("net", rank, world), entries, {"part": "net"})
             )
         )
-    assert {make_index_file_name("net"): write_index(folder, "net", own, SHAPES)} == hash_files(
+    assert {make_index_file_name("net"): write_index_file(folder, "net", own, SHAPES)} == hash_files(
         folder, [make_index_file_name("net")]
     )
     seal(folder)
@@ -123,7 +123,7 @@ def test_gaps_and_nothing(tmp_path):
             shards.find_byte_spans("master", "c")
         messages.append(str(error.value))
     assert messages[0] == messages[1]
-    write_index(tmp_path, "none", [Rows([], np.zeros((0, 5), np.int64), "")], {})
+    write_index_file(tmp_path, "none", [Rows([], np.zeros((0, 5), np.int64), "")], {})
     nothing = FragmentIndex(tmp_path, "none")
     assert nothing.list_value_kinds() == nothing.list_tensor_names("master") == [] and not nothing.has_tensor(
         "master", "a"

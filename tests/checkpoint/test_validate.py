@@ -117,7 +117,7 @@ def test_snapshots_that_fit_together(folder):
 def test_small_tensors_and_counters(tmp_path):
     """Oracle: what was written, by the safetensors library; names behind a prefix."""
     tensors = {"buffer/net/scale": torch.arange(3.0), "system/history": torch.ones(2), "buffer/nets/x": torch.ones(1)}
-    validate.write_common(tmp_path, (tensors, FINE))
+    validate.write_common_file(tmp_path, (tensors, FINE))
     loaded = load_file(tmp_path / "common.safetensors")
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     assert validate.read_part_counters(tmp_path) == FINE

@@ -32,9 +32,9 @@ def test_idle_threads_wait_briefly(choice, spins):
 BUSY = """
 import sys, torch, torch.distributed as dist
 from dstrain.commands.exits import run_main
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 def main():
-    start_group(1)
+    start_process_group(1)
     for _ in range(5000):
         dist.all_reduce(torch.zeros(2000), async_op=True)
     sys.held = dist.group.WORLD

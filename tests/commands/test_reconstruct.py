@@ -79,7 +79,7 @@ def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> di
             buffers |= {
                 f"buffer/{part}/{name}": value for name, value in network.state_dict().items() if name not in trained
             }
-        validate.write_common(at, (buffers, counters))
+        validate.write_common_file(at, (buffers, counters))
         body = {"files": hash_files(at, sorted(path.name for path in at.iterdir())), "step": step, "world": 1}
         (at / NAME).write_bytes(render_sealed_json(body))
     solution = published_solution([(step, width) for step in steps for width in WIDTHS], steps[-1], 0.15)

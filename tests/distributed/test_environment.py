@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dstrain.distributed import environment
-from dstrain.engine import prepare_environment
+from dstrain.engine import set_deepspeed_environment
 from tests.support import launch
 from tests.support.forks import child
 
@@ -116,7 +116,7 @@ def test_operators_are_built_where_it_can_be_written(tmp_path, monkeypatch):
     for variable, value in (("TORCH_EXTENSIONS_DIR", "/dev/null/x"), ("HOME", "/dev/null")):
         monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
         monkeypatch.setenv(variable, value)
-        prepare_environment()
+        set_deepspeed_environment()
         folder = Path(os.environ["TORCH_EXTENSIONS_DIR"])
         assert folder.is_dir() and folder.is_relative_to(tmp_path)
 
@@ -155,7 +155,7 @@ def test_another_accelerator_is_refused(monkeypatch, word, named):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setenv("DS_ACCELERATOR", word)
     with pytest.raises(ValueError, match=f"DS_ACCELERATOR={word} .*{named} here: unset it"):
-        prepare_environment()
+        set_deepspeed_environment()
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ get_presence()._patience = 2
 def main():
     (Path(sys.argv[1]) / os.environ["RANK"]).touch()
     if sys.argv[2] == "meet":
-        from dstrain.engine.start import start_group
-        start_group(timeout_minutes=10)
+        from dstrain.engine.start import start_process_group
+        start_process_group(timeout_minutes=10)
     while len(sys.argv) > 3 and not (Path(sys.argv[1]) / sys.argv[3]).exists():
         time.sleep(0.05)
     raise SystemExit(int(sys.argv[4]) if len(sys.argv) > 4 else 0)

@@ -17,7 +17,7 @@ from dstrain import recipe, systems
 from dstrain.distributed import group
 from dstrain.engine.blocks import Graphs, HostMemory
 from dstrain.engine.engines import Engines
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.recipe import ConfigError
 from dstrain.sampling.draw import set_eval_mode
 from dstrain.systems.base import System
@@ -55,7 +55,7 @@ def train(system: System, engines: Engines) -> list[float]:
         for part in system.turns(0):
             with engines.freeze_all_but(part) as nets:
                 loss = system.loss(part, nets, example)["loss"]
-                engines.learn(part, loss)
+                engines.run_backward_and_step(part, loss)
             losses.append(loss.item())
     return losses
 
@@ -87,7 +87,7 @@ def graphs(engines: Engines) -> dict[tuple, set]:
 
 def main(folder: Path, cases: list[list], backend: str) -> None:
     inductor.cpp.simdlen = 1  # a third less time for the C++ compiler
-    start_group()
+    start_process_group()
     figures = {}
     for name, index, stage, recompute, *entries in cases:
         torch._dynamo.reset()
@@ -166,7 +166,9 @@ def first(recompute: str) -> torch.Tensor:
     for _ in range(STEPS):
         engines.begin_step(0.01)
         with engines.freeze_all_but("net") as nets:
-            engines.learn("net", nets["net"](torch.linspace(-1, 1, 3 * BATCH).view(BATCH, 3)).square().mean())
+            engines.run_backward_and_step(
+                "net", nets["net"](torch.linspace(-1, 1, 3 * BATCH).view(BATCH, 3)).square().mean()
+            )
     masters = engines.masters["net"]
     return torch.cat([value.flatten() for value in gathered(masters, masters.flats).values()])
 
@@ -178,7 +180,7 @@ def learn(folder: Path, recompute: str | int, zero: dict[str, int]) -> dict[str,
     engines = engines_for(system.networks, run, settings, system.decays, system.blocks())
     for part in engines:  # biases and gates of zero would hide a mistake
         torch.manual_seed(0)
-        shapes = engines.list_shapes(part).items()
+        shapes = engines.collect_weight_shapes(part).items()
         engines.set_weights(part, [(name, 0.2 * torch.randn(shape)) for name, shape in shapes])
     train(system, engines)
     return {

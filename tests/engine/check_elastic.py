@@ -16,7 +16,7 @@ import torch
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints, read_weights
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.recipe import Save
 from tests.engine.check_engines import GLOBAL, batch, decays, gathered, recipe, rows
 from tests.support.engines import engines_for, resolve
@@ -66,8 +66,8 @@ class Trial:
             mine = rows(0, GLOBAL // group.world())
             with self.engines.freeze_all_but("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
-                self.engines.learn("tiny", loss)
-            self.ema.update(step, self.engines.collect_applied_flags())
+                self.engines.run_backward_and_step("tiny", loss)
+            self.ema.update_averages(step, self.engines.collect_update_flags())
             self.history.values += step
             losses.append((group.sum_over_ranks(loss.detach()) / group.world()).item())
         return losses
@@ -76,7 +76,7 @@ class Trial:
         masters = self.engines.masters["tiny"]
         kinds = {
             "master": masters.flats,
-            **{kind: masters.read_moments(kind) for kind in masters.moment_kinds},
+            **{kind: masters.get_moments_in_fp32(kind) for kind in masters.moment_kinds},
             **{f"ema.{decay}": flats for decay, flats in self.ema.flats["tiny"].items()},
         }
         whole = {
@@ -85,7 +85,7 @@ class Trial:
         return whole | {
             "buffer": self.engines.modules["tiny"].scale.table.clone(),
             "history": self.history.values.clone(),
-            "updates": torch.tensor(masters.updates),
+            "updates": torch.tensor(masters.update_count),
         }
 
 
@@ -93,10 +93,10 @@ class Trial:
 def spoil_padding(trial: Trial) -> int:
     """NaN in all that no weight owns, as memory may hold it; the number of such values on this rank."""
     masters = trial.engines.masters["tiny"]
-    kept = [view.clone() for _, view in masters.list_views(masters.flats)]
+    kept = [view.clone() for _, view in masters.iterate_fragment_views(masters.flats)]
     for flat in masters.flats:
         flat.fill_(math.nan)
-    for (_, view), values in zip(masters.list_views(masters.flats), kept):
+    for (_, view), values in zip(masters.iterate_fragment_views(masters.flats), kept):
         view.copy_(values)
     return sum(flat.isnan().sum().item() for flat in masters.flats)
 
@@ -105,7 +105,7 @@ def refuses_nan(trial: Trial) -> bool:
     """Whether a weight that is NaN on the last rank keeps every rank from saving."""
     if group.rank() == group.world() - 1:
         masters = trial.engines.masters["tiny"]
-        list(masters.list_own_views(masters.flats))[-1][1][-1] = math.nan
+        list(masters.iterate_views_to_save(masters.flats))[-1][1][-1] = math.nan
     try:
         trial.saves.save(BEFORE + AFTER)
     except FloatingPointError as error:
@@ -167,7 +167,7 @@ def begun(trial: Trial) -> dict[str, torch.Tensor]:
         flat.detach().zero_()
     trial.engines.modules["tiny"].scale.table.zero_()
     path = trial.saves.store.folder / f"step_{BEFORE:08d}"
-    trial.engines.draw_weights({"tiny": read_weights(path, "tiny", at_once=False)})
+    trial.engines.initialize_weights({"tiny": read_weights(path, "tiny", at_once=False)})
     return trial.state()
 
 
@@ -189,5 +189,5 @@ def load(folder: Path, out: Path) -> None:
 
 if __name__ == "__main__":
     words = [word for word in sys.argv[1:] if not word.startswith("--")]
-    start_group()
+    start_process_group()
     save(Path(words[1])) if words[0] == "save" else load(Path(words[1]), Path(words[2]))

@@ -9,8 +9,8 @@ import torch
 from dstrain import rng
 from dstrain.distributed import group
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import draw_weights
-from dstrain.engine.start import start_group
+from dstrain.engine.initial import draw_initial_weights
+from dstrain.engine.start import start_process_group
 from dstrain.recipe import Ema, Run
 from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
@@ -62,7 +62,7 @@ class Micros:
 def reference() -> tuple[dict[str, torch.Tensor], float]:
     """Plain torch: one process, whole batch, AdamW; the weights and the last gradient norm."""
     network = Tiny()
-    network.load_state_dict(dict(draw_weights(network, SEED)))
+    network.load_state_dict(dict(draw_initial_weights(network, SEED)))
     groups = [
         {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": 0.1},
         {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -80,7 +80,7 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
 def gathered(masters, flats) -> dict[str, torch.Tensor]:
     """Full tensors by name from every rank's fragments."""
     full: dict[str, torch.Tensor] = {}
-    own = list(masters.list_own_views(flats))
+    own = list(masters.iterate_views_to_save(flats))
     # One tensor: each that is pickled has a header of its own.
     values = torch.cat([view for _, view in own]) if own else torch.empty(0)
     for fragments, theirs in group.gather_objects(([fragment for fragment, _ in own], values)):
@@ -92,8 +92,8 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
 
 
 def applied(engines) -> dict[str, bool]:
-    """engines.collect_applied_flags(), read off the device."""
-    return {part: bool(flag) for part, flag in engines.collect_applied_flags().items()}
+    """engines.collect_update_flags(), read off the device."""
+    return {part: bool(flag) for part, flag in engines.collect_update_flags().items()}
 
 
 def list_differences_after_resume(trial: Any, step: int, last: int, truth: dict[str, torch.Tensor]) -> list[str]:
@@ -129,7 +129,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     masters = engines.masters["tiny"]
     shadow = EmaShadow(engines.masters, run.ema, ("tiny",))
     begun = gathered(masters, masters.flats)
-    full = dict(draw_weights(Tiny(), SEED))
+    full = dict(draw_initial_weights(Tiny(), SEED))
     naive = {decay: {name: weight.clone() for name, weight in begun.items()} for decay in EMA.decays}
     held_x = batch(100)[0]
     swaps, applied = [], []
@@ -140,10 +140,10 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
             mine = rows(micro_step, micro)
             with engines.freeze_all_but("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
-                engines.learn("tiny", loss)
+                engines.run_backward_and_step("tiny", loss)
             last = micro_step + 1 == GLOBAL // (micro * group.world())
-            applied.append(bool(engines.collect_applied_flags()["tiny"]) == last)
-        shadow.update(step, engines.collect_applied_flags())
+            applied.append(bool(engines.collect_update_flags()["tiny"]) == last)
+        shadow.update_averages(step, engines.collect_update_flags())
         live = gathered(masters, masters.flats)
         for decay, weights in naive.items():
             for name, weight in weights.items():
@@ -175,7 +175,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
         "ema": [furthest(gathered(masters, shadow.flats["tiny"][decay]), naive[decay]) for decay in EMA.decays],
         "swapped": swaps,
         "applied": all(applied),
-        "updates": masters.updates,
+        "updates": masters.update_count,
         "buffer": (engines.modules["tiny"].scale.table - full["scale.table"]).abs().max().item(),
         "norm": engines.collect_metrics()["grad_norm"],
         "true_norm": norm,
@@ -191,12 +191,12 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     with engines.freeze_all_but("tiny") as nets:
         for micro_step in range(GLOBAL // (micro * group.world())):
             loss = nets["tiny"](x[rows(micro_step, micro)]).sum()
-            engines.learn("tiny", loss * (torch.inf if group.rank() == 0 else 1.0))
+            engines.run_backward_and_step("tiny", loss * (torch.inf if group.rank() == 0 else 1.0))
     shadows = [flat.clone() for flat in shadow.flats["tiny"][0.5]]
-    shadow.update(STEPS, engines.collect_applied_flags())
+    shadow.update_averages(STEPS, engines.collect_update_flags())
     figures["skipped"] = {
-        "said": not engines.collect_applied_flags()["tiny"],
-        "updates": masters.updates,
+        "said": not engines.collect_update_flags()["tiny"],
+        "updates": masters.update_count,
         "weights": all(bool((a == b).all()) for a, b in zip(flats, masters.flats)),
         "ema": all(bool((a == b).all()) for a, b in zip(shadows, shadow.flats["tiny"][0.5])),
     }
@@ -204,7 +204,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
 
 
 def main(path: str) -> None:
-    start_group()
+    start_process_group()
     expected, norm = reference()
     cases = [(stage, precision, micro) for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16") for micro in (4, 2)]
     figures = {}

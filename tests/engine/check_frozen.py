@@ -13,7 +13,7 @@ from dstrain.distributed import group
 from dstrain.engine import settings
 from dstrain.engine.checkpoint import Checkpoints, read_weights
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import draw_weights
+from dstrain.engine.initial import draw_initial_weights
 from dstrain.nn.lora import Lora, add_adapters
 from dstrain.recipe import Run
 from tests.engine.check_elastic import History
@@ -45,7 +45,7 @@ def adapted_reference(muon: bool = False) -> dict[str, torch.Tensor]:
     those of the hidden layers, AdamW the others, and the gradient is the mean of the ranks' shares, unclipped.
     """
     network = adapted()
-    weights = {name: value.clone() for name, value in draw_weights(network, SEED)}
+    weights = {name: value.clone() for name, value in draw_initial_weights(network, SEED)}
     learning = {name: value.requires_grad_() for name, value in weights.items() if ".lora_" in name}
     matrices = [value for name, value in learning.items() if muon and name.startswith("hidden")]
     rest = [value for name, value in learning.items() if not (muon and name.startswith("hidden"))]
@@ -80,7 +80,7 @@ def factor(name: str) -> float:
 def reference() -> dict[str, torch.Tensor]:
     """Plain torch on the whole batch, with AdamW on the weights that learn alone."""
     network = Tiny()
-    network.load_state_dict(dict(draw_weights(network, SEED)))
+    network.load_state_dict(dict(draw_initial_weights(network, SEED)))
     learning = ("first.weight", "hidden.1.weight", "hidden.1.bias", "last.weight")
     groups = []
     for name, weight in network.named_parameters():
@@ -126,14 +126,14 @@ class Trial:
             x, y = batch(step)
             mine = rows(0, GLOBAL // group.world())
             with self.engines.freeze_all_but("tiny") as nets:
-                self.engines.learn("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
-            self.ema.update(step, self.engines.collect_applied_flags())
+                self.engines.run_backward_and_step("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
+            self.ema.update_averages(step, self.engines.collect_update_flags())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Masters and frozen weights, whole."""
         full = gathered(self.masters, self.masters.flats)
         for own in group.gather_objects(
-            [(fragment, values.float()) for fragment, values in self.masters.list_frozen_to_save()]
+            [(fragment, values.float()) for fragment, values in self.masters.iterate_frozen_weights_to_save()]
         ):
             for fragment, values in own:
                 whole = full.setdefault(fragment.name, torch.full(fragment.shape, torch.nan))
@@ -166,7 +166,7 @@ def measure(stage: int, precision: str, expected: dict, folder: Path, other: int
     elsewhere = Trial(other, precision, folder, **words)
     elsewhere.saves.resume()
     plain = adapted() if words.get("lora") else Tiny()
-    full = dict(draw_weights(plain, SEED))
+    full = dict(draw_initial_weights(plain, SEED))
     owners = gathered(trial.masters, trial.masters.flats)
     still = sorted(held.keys() - owners.keys())
     if precision == "bf16":
@@ -182,7 +182,7 @@ def measure(stage: int, precision: str, expected: dict, folder: Path, other: int
         "elsewhere": same(elsewhere.weights(), held),
         "read": [sorted(weights) == sorted(plain.state_dict()) for weights in read.values()],
         "kept": all(torch.equal(weights[name], held[name]) for weights in read.values() for name in still),
-        "counts": trial.engines.count_weights(()),
+        "counts": trial.engines.count_weights_by_part(()),
         "norm": trial.engines.collect_metrics()["param_norm"],
         "true_norm": torch.cat([weight.double().flatten() for weight in owners.values()]).norm().item(),
     }
@@ -203,7 +203,7 @@ def main(folder: Path) -> None:
 
 def measure_adapters(folder: Path) -> dict[str, dict]:
     # torch's Muon computes in bf16 everywhere; ours does so on GPUs and on CPUs that have bf16. These ranks are forked.
-    settings.can_multiply_bf16 = lambda: True
+    settings.can_cpu_multiply_bf16 = lambda: True
     figures, muon = {}, {"name": "muon", "momentum": 0.95, "clip": 0.0}
     for stage in range(4):
         figures[f"lora-{stage}"] = measure(

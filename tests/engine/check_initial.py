@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group
 from dstrain.engine.initial import build_networks
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from tests.engine.check_engines import SEED, batch, decays, gathered, recipe, rows
 from tests.support.engines import engines_for, resolve
 from tests.support.tiny import Tiny
@@ -67,7 +67,7 @@ def measure(stage: int) -> dict:
         for micro in range(8 // (MICRO * group.world())):
             loss_here = loss_of(networks["tiny"], rows(micro, MICRO))
             losses.append(group.sum_over_ranks(loss_here.detach().double()).item() / group.world())
-            engines.learn("tiny", loss_here)
+            engines.run_backward_and_step("tiny", loss_here)
     return {
         "different": [name for name in expected if not torch.equal(weights[name], expected[name])],
         "loss": sum(losses) / len(losses),
@@ -94,7 +94,7 @@ def refusals() -> list[str]:
 
 
 def main(path: str) -> None:
-    start_group()
+    start_process_group()
     figures = {stage: measure(stage) for stage in (0, 1, 2, 3)} | {"refusals": refusals()}
     if group.rank() == 0:
         with open(path, "w") as file:

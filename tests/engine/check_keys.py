@@ -119,9 +119,9 @@ def train(stage: int, folder: str, **keys: Any) -> dict[str, torch.Tensor]:
         for row in range(group.rank() * micro, GLOBAL, micro * group.world()):
             with engines.freeze_all_but("tiny") as nets:
                 loss = (nets["tiny"](x[row : row + micro]) - y[row : row + micro]).square().mean()
-                engines.learn("tiny", loss)
+                engines.run_backward_and_step("tiny", loss)
             figures.append(loss.item())
-        shadow.update(step, engines.collect_applied_flags())
+        shadow.update_averages(step, engines.collect_update_flags())
         figures += [engines.collect_metrics()["grad_norm"], engines.collect_metrics()["param_norm"]]
     masters = engines.masters["tiny"]
     return {

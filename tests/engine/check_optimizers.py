@@ -17,7 +17,7 @@ from dstrain.distributed import group
 from dstrain.engine import settings
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import draw_weights
+from dstrain.engine.initial import draw_initial_weights
 from dstrain.recipe import Run
 from tests.engine.check_elastic import History
 from tests.engine.check_engines import SEED, decays, furthest, gathered, mean_difference
@@ -131,7 +131,7 @@ def plain(name: str, network: nn.Module) -> PlainLion | PlainMuon | torch.optim.
 def reference(name: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The initial weights, and those after ten steps of plain torch on the mean gradient of the ranks' shares."""
     network, world = Network(), group.world()
-    network.load_state_dict(dict(draw_weights(network, SEED)))
+    network.load_state_dict(dict(draw_initial_weights(network, SEED)))
     initial = {key: weight.detach().clone() for key, weight in network.named_parameters()}
     optimizer = plain(name, network)
     for step in range(STEPS):
@@ -189,7 +189,7 @@ class Trial:
         for step in range(first, last):
             x, y = own_share(step)
             with self.engines.freeze_all_but("tiny") as nets:
-                self.engines.learn("tiny", (nets["tiny"](x) - y).square().mean())
+                self.engines.run_backward_and_step("tiny", (nets["tiny"](x) - y).square().mean())
         return gathered(self.masters, self.masters.flats)
 
     def skips(self) -> bool:
@@ -198,20 +198,20 @@ class Trial:
         x, y = own_share(0)
         with self.engines.freeze_all_but("tiny") as nets:
             loss = (nets["tiny"](x) - y).square().mean()
-            self.engines.learn("tiny", loss * (math.inf if group.rank() == group.world() - 1 else 1))
+            self.engines.run_backward_and_step("tiny", loss * (math.inf if group.rank() == group.world() - 1 else 1))
         after = self.state()
         return all(torch.equal(before[key], after[key]) for key in before)
 
     def state(self) -> dict[str, Tensor]:
         kinds = {
             "master": self.masters.flats,
-            **{kind: self.masters.read_moments(kind) for kind in self.masters.moment_kinds},
+            **{kind: self.masters.get_moments_in_fp32(kind) for kind in self.masters.moment_kinds},
         }
         return {
             f"{kind}/{key}": value
             for kind, flats in kinds.items()
             for key, value in gathered(self.masters, flats).items()
-        } | {"n": torch.tensor(self.masters.updates)}
+        } | {"n": torch.tensor(self.masters.update_count)}
 
 
 def folder_of(folder: Path, name: str, stage: int, precision: str) -> Path:
@@ -236,7 +236,7 @@ def train(folder: Path) -> dict[str, dict]:
             "furthest": furthest(weights, final),
             "mean": mean_difference(weights, final),
             "moved": mean_difference(initial, final),
-            "updates": trial.masters.updates,
+            "updates": trial.masters.update_count,
             "resumed": resumed,
             "differ": [key for key in state if not torch.equal(state[key], repeated[key])],
             "skips": trial.skips(),
@@ -246,7 +246,7 @@ def train(folder: Path) -> dict[str, dict]:
     other = Trial("lion" if NAMES[-1] == "muon" else "muon", 1, "fp32", folder_of(folder, NAMES[-1], 1, "fp32"))
     figures["other"] = {
         "resumed": other.saves.resume(),
-        "updates": other.masters.updates,
+        "updates": other.masters.update_count,
         "notes": other.notes,
         "moments": sum(
             value.abs().sum().item() for key, value in other.state().items() if not key.startswith(("master", "n"))
@@ -283,7 +283,7 @@ def move(folder: Path) -> dict[str, dict]:
 
 def main(what: str, folder: Path, out: Path) -> None:
     # torch's Muon computes in bf16 everywhere; ours does so on GPUs and on CPUs that have bf16. These ranks are forked.
-    settings.can_multiply_bf16 = lambda: True
+    settings.can_cpu_multiply_bf16 = lambda: True
     found = {"train": train, "move": move}[what](folder)
     if group.rank() == 0:
         out.write_text(json.dumps(found, indent=1))

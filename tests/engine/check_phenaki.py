@@ -15,7 +15,7 @@ from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import draw_weights
+from dstrain.engine.initial import draw_initial_weights
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered, list_differences_after_resume
@@ -91,8 +91,8 @@ class Trial:
         tracker = SimpleNamespace(add_terms=lambda part, terms: None)
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
-            self.ema.update(step, self.engines.collect_applied_flags())
-            assert all(self.engines.collect_applied_flags().values())
+            self.ema.update_averages(step, self.engines.collect_update_flags())
+            assert all(self.engines.collect_update_flags().values())
             if first == 0 and step + 1 == SAVED:
                 self.saves.save(step + 1, last=True)
 
@@ -105,7 +105,10 @@ class Trial:
     def state(self) -> dict[str, torch.Tensor]:
         found = {}
         for part, masters in self.engines.masters.items():
-            kinds = {"master": masters.flats, **{kind: masters.read_moments(kind) for kind in masters.moment_kinds}}
+            kinds = {
+                "master": masters.flats,
+                **{kind: masters.get_moments_in_fp32(kind) for kind in masters.moment_kinds},
+            }
             found |= {
                 f"{part}/{kind}/{name}": value
                 for kind, flats in kinds.items()
@@ -121,7 +124,7 @@ def reference(critic: str) -> tuple[dict, dict]:
     system = systems.build("phenaki", recipe(GLOBAL, critic).model)
     nets, optimizers, shadows = system.networks(), {}, {}
     for part, network in nets.items():
-        network.load_state_dict(dict(draw_weights(network, SEED)))
+        network.load_state_dict(dict(draw_initial_weights(network, SEED)))
         named = list(network.named_parameters())
         groups = [
             {"params": [p for n, p in named if system.decays(n, p)], "weight_decay": WEIGHT_DECAY},
@@ -194,7 +197,7 @@ def measure(case: tuple[str, int, int], expected: tuple[dict, dict], folder: Pat
         "weights": {part: furthest(ended[part], expected[0][part]) for part in ended},
         "moved": {part: furthest(begun[part], expected[0][part]) for part in ended},
         "ema": {part: furthest(averages[part], expected[1][part]) for part in ended},
-        "updates": {part: masters.updates for part, masters in trial.engines.masters.items()},
+        "updates": {part: masters.update_count for part, masters in trial.engines.masters.items()},
         "resumed": list_differences_after_resume(Trial(*case, folder), SAVED, STEPS, trial.state()),
     }
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from dstrain import rng, systems
 from dstrain.distributed import group
-from dstrain.engine.initial import draw_weights
+from dstrain.engine.initial import draw_initial_weights
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
@@ -105,7 +105,7 @@ def trained(form: str, stage: int, micro: int, bf16: bool = False) -> dict:
     for step in range(STEPS):
         take_step(step, run, system, engines, Micros(batch, micro), tracker)
     found |= {part: gathered(masters, masters.flats) for part, masters in engines.masters.items()}
-    return found | {"usage": system.state_dict()["usage"], "losses": seen, "skipped": engines.count_skipped()}
+    return found | {"usage": system.state_dict()["usage"], "losses": seen, "skipped": engines.count_skipped_steps()}
 
 
 def reference(form: str) -> dict:
@@ -114,7 +114,7 @@ def reference(form: str) -> dict:
     tokenizer, discriminator = nets.values()
     optimizers = {}
     for part, network in nets.items():
-        network.load_state_dict(dict(draw_weights(network, SEED)))
+        network.load_state_dict(dict(draw_initial_weights(network, SEED)))
         groups = [
             {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},

@@ -15,8 +15,8 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.initial import draw_weights
-from dstrain.engine.start import start_group
+from dstrain.engine.initial import draw_initial_weights
+from dstrain.engine.start import start_process_group
 from dstrain.recipe import Ema, Run
 from tests.engine.check_engines import SEED, furthest, gathered
 from tests.support.engines import engines_for, resolve
@@ -58,7 +58,7 @@ def engines_of(run: Run, stage: int, parts: tuple[str, ...], **config) -> Engine
 def rounded(dtype: torch.dtype) -> Tiny:
     """The initial network with weights rounded to `dtype`, in float64."""
     network = Tiny()
-    network.load_state_dict(dict(draw_weights(network, SEED)))
+    network.load_state_dict(dict(draw_initial_weights(network, SEED)))
     for weight in network.parameters():
         weight.data = weight.data.to(dtype)
     return network.double()
@@ -73,14 +73,16 @@ def error_of_sum(stage: int, precision: str, accumulation: int, **config) -> flo
     for number in range(accumulation):
         first = (number * group.world() + group.rank()) * micro
         with engines.freeze_all_but("a") as nets:
-            engines.learn("a", (nets["a"](x[first : first + micro]) - y[first : first + micro]).square().mean())
+            engines.run_backward_and_step(
+                "a", (nets["a"](x[first : first + micro]) - y[first : first + micro]).square().mean()
+            )
     network = rounded(DTYPES[precision])
     inputs = network.first(x.to(DTYPES[precision]).double())
     outputs = network.last(torch.tanh(network.hidden(network.scale(torch.tanh(inputs)))))
     (outputs - y).square().mean().backward()
     exact = torch.cat([weight.grad.flatten() for weight in network.parameters()])
     masters = engines.masters["a"]
-    first_moment = gathered(masters, masters.read_moments("exp_avg"))  # half of the gradient, after one step
+    first_moment = gathered(masters, masters.get_moments_in_fp32("exp_avg"))  # half of the gradient, after one step
     computed = torch.cat([first_moment[name].flatten() for name, _ in network.named_parameters()]).double() * 2
     return ((computed - exact).norm() / exact.norm()).item()
 
@@ -173,16 +175,16 @@ class Trial:
                 row = (number * group.world() + group.rank()) * MICRO
                 for part in ("a", "b"):
                     with self.engines.freeze_all_but(part) as nets:
-                        self.engines.learn(
+                        self.engines.run_backward_and_step(
                             part,
                             loss_of(nets[part], x[row : row + MICRO], y[row : row + MICRO], part, step, group.rank()),
                         )
-            self.ema.update(step, self.engines.collect_applied_flags())
+            self.ema.update_averages(step, self.engines.collect_update_flags())
             figures = self.engines.collect_metrics()
             reports.append(
                 {
                     part: {
-                        "applied": bool(self.engines.collect_applied_flags()[part]),
+                        "applied": bool(self.engines.collect_update_flags()[part]),
                         "scale": figures[f"{part}/loss_scale"],
                         "norm": figures[f"{part}/grad_norm"],
                     }
@@ -195,7 +197,7 @@ class Trial:
         masters = self.engines.masters[part]
         kinds = {
             "master": masters.flats,
-            "exp_avg": masters.read_moments("exp_avg"),
+            "exp_avg": masters.get_moments_in_fp32("exp_avg"),
             "ema": self.ema.flats[part][DECAY],
         }
         return {
@@ -239,7 +241,7 @@ SAMPLE = (("dynamic", 1), ("fixed", 2), ("dynamic", 3))  # of these CI's: every 
 
 
 def main(folder: Path, cases: tuple[tuple[str, int], ...]) -> None:
-    start_group()
+    start_process_group()
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True

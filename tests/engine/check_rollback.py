@@ -87,13 +87,13 @@ def steps(trial: Trial, first: int, last: int, broken: int | None = None) -> lis
                 name: term * torch.inf if name == "loss" else term for name, term in loss(*words).items()
             }
         losses = take_step(
-            step, trial.run, trial.system, trial.engines, trial.batches, Nobody(), trial.saves.course.shift
+            step, trial.run, trial.system, trial.engines, trial.batches, Nobody(), trial.saves.course.batch_shift
         )
         trial.system.loss = loss
-        trial.ema.update(step, trial.engines.collect_applied_flags())
+        trial.ema.update_averages(step, trial.engines.collect_update_flags())
         results.append(
             (
-                all(trial.engines.collect_applied_flags().values()),
+                all(trial.engines.collect_update_flags().values()),
                 {part: [value.item() for value in each] for part, each in losses.items()},
             )
         )
@@ -110,9 +110,9 @@ def compare(folder: Path) -> None:
         bad = steps(live, GOOD, GOOD + MORE, broken=GOOD + MORE - 1)
         course = live.saves.course
         assert course.record_step(GOOD + MORE, [Flag(bad[-1][0])], {}) is None and course.state.in_a_row == 1
-        assert live.saves.roll_back(GOOD + MORE, "trouble") == GOOD and course.shift == MORE
+        assert live.saves.roll_back(GOOD + MORE, "trouble") == GOOD and course.batch_shift == MORE
         fresh = trial(folder, *place)
-        assert fresh.saves.resume() == GOOD and fresh.saves.course.shift == 0
+        assert fresh.saves.resume() == GOOD and fresh.saves.course.batch_shift == 0
         went_back, resumed = live.state(), fresh.state()
         begun = [key for key, value in went_back.items() if not torch.equal(value, resumed[key])]
         fresh.saves.course.state.shift = MORE
@@ -126,7 +126,7 @@ def compare(folder: Path) -> None:
             "applied": all(applied for applied, _ in a),
             "parts": sorted(a[-1][1]),
             "differ": [key for key in expected if not torch.equal(at_end[key], expected[key])],
-            "count": live.engines.count_skipped(),
+            "count": live.engines.count_skipped_steps(),
             "seconds": time.process_time() - began,
         }
     write(folder, figures, f"{group.world()}")

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dstrain.engine import prepare_environment
+from dstrain.engine import set_deepspeed_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.initial import draw_weights
-from dstrain.engine.start import start_group
+from dstrain.engine.initial import draw_initial_weights
+from dstrain.engine.start import start_process_group
 from dstrain.recipe import Run
 from tests.support.engines import engines_for, resolve
 from tests.support.live import Live
@@ -93,20 +93,20 @@ def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Live, 
     with Live() as live:
         built = engines(stage, bf16, world)
         ema = EmaShadow(built.masters, Run(name="x", ema={"decays": (0.5,)}).ema, ("net",))
-        ema.reset()
+        ema.reset_to_masters()
     masters = built.masters["net"]
     drawn = dict(+DRAWN)
-    expected = dict(draw_weights(network(), SEED))
+    expected = dict(draw_initial_weights(network(), SEED))
     own = [
         (expected[f.name].reshape(-1)[f.start : f.start + f.numel], view)
-        for f, view in masters.list_views(masters.flats)
+        for f, view in masters.iterate_fragment_views(masters.flats)
     ]
     figures = {
         "begun": live.peak,
         "own": sum(flat.numel() for flat in masters.flats),
         "drawn": drawn,
         "equal": all(torch.equal(values, view) for values, view in own),
-        "layers": sorted({int(f.name.split(".")[0]) - 1 for f, _ in masters.list_views(masters.flats)}),
+        "layers": sorted({int(f.name.split(".")[0]) - 1 for f, _ in masters.iterate_fragment_views(masters.flats)}),
     }
     return figures, live, built, ema
 
@@ -114,11 +114,11 @@ def start_of(stage: int, bf16: bool, world: int) -> tuple[dict[str, Any], Live, 
 def from_files(stage: int, bf16: bool, fresh: Engines, ema: EmaShadow) -> dict[str, Any]:
     """What is drawn where a checkpoint, or init_from, gives the weights: of all layers, or of every other one."""
     masters, counts, equal = fresh.masters["net"], {}, []
-    weights = {f.name: view.clone().view(f.shape) for f, view in masters.list_views(masters.flats)}
+    weights = {f.name: view.clone().view(f.shape) for f, view in masters.iterate_fragment_views(masters.flats)}
 
     def compare(name: str, other: Engines) -> None:
         counts[name] = sorted(+DRAWN)
-        views, x = other.masters["net"].list_views(other.masters["net"].flats), torch.ones(1, WIDTH)
+        views, x = other.masters["net"].iterate_fragment_views(other.masters["net"].flats), torch.ones(1, WIDTH)
         equal.extend(torch.equal(weights[fragment.name].flatten(), view) for fragment, view in views)
         with torch.no_grad():
             equal.append(torch.equal(other.modules["net"](x), fresh.modules["net"](x)))
@@ -136,16 +136,16 @@ def from_files(stage: int, bf16: bool, fresh: Engines, ema: EmaShadow) -> dict[s
     ):
         DRAWN.clear()
         begun = engines(stage, bf16, 1, draw=False)
-        begun.draw_weights({"net": known})
+        begun.initialize_weights({"net": known})
         compare(name, begun)
     return {"as in files": all(equal), **counts}
 
 
 def main(path: Path, world: int) -> None:
     if world == 1:
-        start_group()
+        start_process_group()
     else:
-        prepare_environment()
+        set_deepspeed_environment()
         os.environ.update(RANK="0", WORLD_SIZE=str(world), LOCAL_RANK="0", LOCAL_WORLD_SIZE=str(world))
         import deepspeed
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -158,7 +158,7 @@ def main(path: Path, world: int) -> None:
         files = from_files(stage, bf16, fresh, ema) if world == 1 and stage and not bf16 else {}
         with live, fresh.freeze_all_but("net") as nets:
             x = torch.ones(1, WIDTH, dtype=torch.bfloat16 if bf16 else torch.float32)
-            fresh.learn("net", nets["net"](x).mean())
+            fresh.run_backward_and_step("net", nets["net"](x).mean())
         figures.append({"stage": stage, "bytes": 2 if bf16 else 4, "peak": live.peak, **start_figures, **files})
         del nets, fresh, ema  # before the next one's bytes are counted
     path.write_text(json.dumps(figures))

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dstrain import systems
 from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.diffusion import gaussian, likelihood
-from dstrain.engine import prepare_environment
+from dstrain.engine import set_deepspeed_environment
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.recovery import Divergence
 from dstrain.engine.updates import AsyncHostCopy
@@ -123,8 +123,8 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
 
     def step(number: int) -> None:
         losses = take_step(number, run, system, engines, batches, NoTracker())
-        ema.update(number, engines.collect_applied_flags())
-        assert course.record_step(number + 1, engines.collect_applied_flags().values(), losses) is None
+        ema.update_averages(number, engines.collect_update_flags())
+        assert course.record_step(number + 1, engines.collect_update_flags().values(), losses) is None
 
     for number in range(WARM):
         step(number)
@@ -132,8 +132,8 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     with HostReads() as host, Calls() as calls:
         step(WARM)
     with Calls() as averaging:
-        ema.update(WARM, engines.collect_applied_flags())
-    sizes = [shape.numel() for part in engines for shape in engines.list_shapes(part).values()]
+        ema.update_averages(WARM, engines.collect_update_flags())
+    sizes = [shape.numel() for part in engines for shape in engines.collect_weight_shapes(part).values()]
     return calls.report() | {
         "update": update["calls"] + averaging.report()["calls"],
         "reads": calls.report()["reads"] + host.now,
@@ -146,7 +146,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
 
 
 def main(folder: Path) -> None:
-    prepare_environment()
+    set_deepspeed_environment()
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(WORLD))
     import deepspeed
 

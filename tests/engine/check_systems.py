@@ -30,10 +30,10 @@ from dstrain.commands.job import JobOptions, prepare_job
 from dstrain.data.batches import Batches
 from dstrain.data.open import open_sources
 from dstrain.distributed import group
-from dstrain.engine import prepare_environment
+from dstrain.engine import set_deepspeed_environment
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.systems.vae import kl
 from dstrain.train import take_step
 from tests.engine.check_engines import gathered
@@ -205,7 +205,7 @@ class Trial:
                 return losses.setdefault(part, []).append(terms["loss"].double())
 
             take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add_terms=add))
-            self.ema.update(step, self.engines.collect_applied_flags())
+            self.ema.update_averages(step, self.engines.collect_update_flags())
             means = {
                 part: (group.sum_over_ranks(sum(found)) / len(found) / group.world()).item()
                 for part, found in losses.items()
@@ -219,7 +219,7 @@ class Trial:
         for part, masters in self.engines.masters.items():
             kinds = {
                 "master": masters.flats,
-                **{kind: masters.read_moments(kind) for kind in masters.moment_kinds},
+                **{kind: masters.get_moments_in_fp32(kind) for kind in masters.moment_kinds},
                 **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()},
             }
             found |= {
@@ -227,7 +227,7 @@ class Trial:
                 for kind, flats in kinds.items()
                 for name, value in gathered(masters, flats).items()
             }
-            found[f"updates/{part}"] = torch.tensor(masters.updates)
+            found[f"updates/{part}"] = torch.tensor(masters.update_count)
         return found
 
     def save(self, step: int) -> None:
@@ -314,7 +314,7 @@ def compared(folder: Path, case: str, trial: Trial, first: int, steps: list[dict
             trial.settings["train_micro_batch_size_per_gpu"],
             trial.settings["gradient_accumulation_steps"],
         ],
-        "skipped": trial.engines.count_skipped(),
+        "skipped": trial.engines.count_skipped_steps(),
     }
 
 
@@ -423,7 +423,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[], None]) -> int:
             RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
         )
         torch.set_num_threads(1)
-        start_group()
+        start_process_group()
         work()
         group.leave_process_group()
         code = 0
@@ -436,7 +436,7 @@ def fork(rank: int, world: int, port: int, work: Callable[[], None]) -> int:
 
 
 def main(folder: Path, plan: Plan) -> None:
-    prepare_environment()
+    set_deepspeed_environment()
     import deepspeed.checkpoint.ds_to_universal  # noqa: F401  once, for all the forks
 
     kl.get_block_classes()

@@ -15,7 +15,7 @@ from dstrain import rng, systems
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.initial import draw_weights
+from dstrain.engine.initial import draw_initial_weights
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered, list_differences_after_resume
@@ -85,8 +85,8 @@ class Trial:
         tracker = SimpleNamespace(add_terms=lambda part, terms: self.seen.append((part, terms["loss"])))
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
-            self.ema.update(step, self.engines.collect_applied_flags())
-            self.applied.append(self.engines.collect_applied_flags())
+            self.ema.update_averages(step, self.engines.collect_update_flags())
+            self.applied.append(self.engines.collect_update_flags())
             if step + 1 in saved:
                 self.saves.save(step + 1, last=True)
 
@@ -99,7 +99,7 @@ class Trial:
         for part, masters in self.engines.masters.items():
             kinds = {
                 "master": masters.flats,
-                **{kind: masters.read_moments(kind) for kind in masters.moment_kinds},
+                **{kind: masters.get_moments_in_fp32(kind) for kind in masters.moment_kinds},
                 **{f"ema.{decay}": flats for decay, flats in self.ema.flats.get(part, {}).items()},
             }
             found |= {
@@ -107,7 +107,7 @@ class Trial:
                 for kind, flats in kinds.items()
                 for name, value in gathered(masters, flats).items()
             }
-            found[f"{part}/updates"] = torch.tensor(masters.updates)
+            found[f"{part}/updates"] = torch.tensor(masters.update_count)
         return found
 
 
@@ -117,7 +117,7 @@ def reference() -> dict[str, dict[str, torch.Tensor]]:
     nets = system.networks()
     optimizers = {}
     for part, network in nets.items():
-        network.load_state_dict(dict(draw_weights(network, SEED)))
+        network.load_state_dict(dict(draw_initial_weights(network, SEED)))
         groups = [
             {"params": [p for p in network.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
             {"params": [p for p in network.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -163,7 +163,7 @@ def measure(case: tuple[int, int], saved: Iterable[int], expected: dict, folder:
     begun = trial.weights()
     trial.steps(0, START, saved)
     waited = trial.weights()
-    counts = {part: masters.updates for part, masters in trial.engines.masters.items()}
+    counts = {part: masters.update_count for part, masters in trial.engines.masters.items()}
     trial.steps(START, STEPS, saved)
     ended = trial.weights()
     average = gathered(trial.engines.masters["autoencoder"], trial.ema.flats["autoencoder"][DECAY])
@@ -173,10 +173,10 @@ def measure(case: tuple[int, int], saved: Iterable[int], expected: dict, folder:
         "ema": furthest(average, expected["ema"]),
         "waited": furthest(begun["discriminator"], waited["discriminator"]),
         "updates_at_start": counts,
-        "updates": {part: masters.updates for part, masters in trial.engines.masters.items()},
+        "updates": {part: masters.update_count for part, masters in trial.engines.masters.items()},
         "applied": [sorted(applied) for applied in trial.applied],
         "all_applied": all(all(applied.values()) for applied in trial.applied),
-        "skipped": trial.engines.count_skipped(),
+        "skipped": trial.engines.count_skipped_steps(),
         "figures": sorted(trial.engines.collect_metrics()),
         "resumed": {
             step: list_differences_after_resume(Trial(*case, folder), step, STEPS, trial.state()) for step in saved

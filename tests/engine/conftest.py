@@ -18,13 +18,13 @@ from tests.support.spawn import place
 @pytest.fixture(scope="module")
 def alone() -> Iterator[None]:
     """This process is the only rank, as after start(); no group, variable or state of DeepSpeed is left behind."""
-    from dstrain.engine.patches import forget_groups_at_end
-    from dstrain.engine.start import start_group
+    from dstrain.engine.patches import forget_process_groups_at_end
+    from dstrain.engine.start import start_process_group
 
     environment = dict(os.environ)
     preload()
-    with forget_groups_at_end():
-        start_group(timeout_minutes=1)
+    with forget_process_groups_at_end():
+        start_process_group(timeout_minutes=1)
         yield
         dist.destroy_process_group()
     os.environ.clear()
@@ -72,10 +72,10 @@ def _alone(_: int, work: Callable[..., Any], arguments: tuple) -> None:
 
 
 def _enter(rank: int, world: int, port: str, work: Callable[..., Any], arguments: tuple) -> None:
-    from dstrain.engine.start import start_group
+    from dstrain.engine.start import start_process_group
 
     os.environ.update(place(rank, world, port))
     torch.set_num_threads(1)
-    start_group(timeout_minutes=1)
+    start_process_group(timeout_minutes=1)
     work(*arguments)
     group.leave_process_group()

@@ -49,12 +49,12 @@ def test_weights_that_take_turns(stage, dtype):
             names = [name for name, places in USES.items() if number in places]
             with engines.freeze_all_but("net") as nets:
                 loss = nets["net"](torch.full((2, 3), value), names).mean()
-                engines.learn("net", loss * len(MICROS))  # which DeepSpeed divides by their number
+                engines.run_backward_and_step("net", loss * len(MICROS))  # which DeepSpeed divides by their number
             assert applied(engines) == {"net": number == len(MICROS) - 1}
             if (sums := getattr(engines["net"], "wide_sums", None)) is not None:
                 used = sum(any(place <= number for place in places) for places in USES.values())
-                assert len(list(sums.list_sums())) == (used if number < len(MICROS) - 1 else 0)
-        computed = gathered(masters, masters.read_moments("exp_avg"))
+                assert len(list(sums.get_sums())) == (used if number < len(MICROS) - 1 else 0)
+        computed = gathered(masters, masters.get_moments_in_fp32("exp_avg"))
         for name, places in USES.items():
             moments[name] = BETA * moments[name] + (1 - BETA) * sum(MICROS[number] for number in places)
             found, scale = computed[f"{name}.weight"].flatten().tolist(), 1 - BETA ** (step + 1)
@@ -89,11 +89,13 @@ def test_one_rank_needs_no_buckets(stage, precision, micros, monkeypatch):
             value = float("inf") if number // micros == 2 else 1.0 + number % 3
             with engines.freeze_all_but("net") as nets:  # "late" has no gradient in some steps, "never" in all
                 names = ["always", "early", *["late"] * (number % 2), "middle"]
-                engines.learn("net", (nets["net"](torch.full((2, 3), value), names) + number).square().mean())
+                engines.run_backward_and_step(
+                    "net", (nets["net"](torch.full((2, 3), value), names) + number).square().mean()
+                )
         masters, zero = engines.masters["net"], engines["net"].optimizer
-        assert engines.count_skipped() == 1
+        assert engines.count_skipped_steps() == 1
         spared.append(not zero._grad_acc_hooks and not any(bucket.buffer for bucket in zero.ipg_buckets.values()))
-        return [*masters.flats, *masters.read_moments("exp_avg"), *masters.read_moments("exp_avg_sq")]
+        return [*masters.flats, *masters.get_moments_in_fp32("exp_avg"), *masters.get_moments_in_fp32("exp_avg_sq")]
 
     spared: list[bool] = []
     ours = [value.clone() for value in steps(stage)]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dstrain.engine.initial import allocate_weights, place_weights_on_meta, return_freed_memory_to_system
-from dstrain.engine.patches import flatten_in_place
+from dstrain.engine.patches import flatten_weights_without_copy
 
 SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -110,7 +110,7 @@ def test_what_deepspeed_flattens(choose, in_place):
     usual, weights = stage_1_and_2._flatten_dense_tensors, pieces(nn.Module())
     tensors = choose(weights)
     expected = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-    with flatten_in_place():
+    with flatten_weights_without_copy():
         inside = stage_1_and_2._flatten_dense_tensors
         flat = inside(tensors)
         assert torch.equal(flat, expected) and (flat.data_ptr() == tensors[0].data_ptr()) == in_place

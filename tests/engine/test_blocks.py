@@ -16,7 +16,12 @@ from torch._dynamo.utils import counters
 from torch.fx import GraphModule
 
 from dstrain.engine import blocks
-from dstrain.engine.blocks import _make_input_require_grad, check_leaf_module_names, describe_structure, prepare_blocks
+from dstrain.engine.blocks import (
+    _make_input_require_grad,
+    make_structure_key,
+    require_known_leaf_modules,
+    wrap_block_forwards,
+)
 from dstrain.recipe import ConfigError
 from dstrain.systems.dit.blocks import Block
 from dstrain.systems.dit.network import DiT
@@ -58,7 +63,7 @@ def gradients(recompute):
     network = UNet(**UNET, dropout=0.3)
     for weight in network.parameters():
         nn.init.normal_(weight, std=0.2)
-    prepare_blocks(network, (ResBlock, AttentionBlock), recompute)
+    wrap_block_forwards(network, (ResBlock, AttentionBlock), recompute)
     torch.manual_seed(1)
     network(torch.randn(2, 1, 8, 8), torch.tensor([1, 2])).square().mean().backward()
     return [weight.grad for weight in network.parameters()]
@@ -68,8 +73,8 @@ def test_which_blocks_may_share_a_graph():
     """Oracle: by hand: equal sizes do; another width, another setting or another class do not."""
     same, again = Block(32, 4, 2.0), Block(32, 4, 2.0)
     others = [Block(64, 4, 2.0), Block(32, 8, 2.0), Block(32, 4, 4.0), nn.Linear(32, 32)]
-    assert describe_structure(same) == describe_structure(again.eval()) and describe_structure(same) not in map(
-        describe_structure, others
+    assert make_structure_key(same) == make_structure_key(again.eval()) and make_structure_key(same) not in map(
+        make_structure_key, others
     )
 
 
@@ -77,7 +82,7 @@ def test_which_blocks_may_share_a_graph():
 def test_whose_linear_is_in_place(recompute, compiled, monkeypatch):
     """Oracle: DeepSpeed's own function, which eager blocks keep, but for recomputation of the attention alone."""
     monkeypatch.setattr(LinearFunctionForZeroStage3, "forward", staticmethod(OWN))
-    prepare_blocks(UNet(**UNET), (ResBlock, AttentionBlock), recompute, compiled)
+    wrap_block_forwards(UNet(**UNET), (ResBlock, AttentionBlock), recompute, compiled)
     assert (LinearFunctionForZeroStage3.forward is OWN) == (recompute == "none" and not compiled)
 
 
@@ -102,7 +107,7 @@ def test_a_compiled_linear_layer_of_zero_3(recompute, shape, monkeypatch):
         monkeypatch.setattr(nn.functional, "linear", function)
         torch.manual_seed(0)
         network, x = nn.Sequential(check_blocks.Layer(), check_blocks.Layer()), torch.randn(shape, requires_grad=True)
-        prepare_blocks(network, (check_blocks.Layer,), recompute, compiled=function is linear.zero3_linear_wrap)
+        wrap_block_forwards(network, (check_blocks.Layer,), recompute, compiled=function is linear.zero3_linear_wrap)
         network(x).square().sum().backward()
         found.append([x.grad, *(weight.grad for weight in network.parameters())])
     assert targets and operator.iadd not in targets
@@ -147,7 +152,7 @@ class Counted(nn.Module):
 def test_which_blocks_are_computed_again(recompute, calls):
     """Oracle: by hand: every k-th block is called twice in a training step, and once where nothing is learned."""
     network = nn.Sequential(*(Counted() for _ in range(5)))
-    prepare_blocks(network, (Counted,), recompute)
+    wrap_block_forwards(network, (Counted,), recompute)
     network(torch.ones(2, 3)).sum().backward()
     assert [block.calls for block in network] == calls
     with torch.no_grad():
@@ -186,7 +191,7 @@ def test_what_goes_to_the_host(compiled, monkeypatch):
             return device, copy
 
         host.send_to_host = sending
-        prepare_blocks(network, (Filtered,), recompute, compiled, host=host)
+        wrap_block_forwards(network, (Filtered,), recompute, compiled, host=host)
         x = torch.randn(3, 2, 4, 4).contiguous(memory_format=torch.channels_last)
         with torch.no_grad():
             network[0](x, table)
@@ -276,7 +281,7 @@ def test_by_inductor():
         network = DiT(8, 2, 1, 32, 2, 2, num_classes=10)
         for weight in network.parameters():
             nn.init.normal_(weight, std=0.2)
-        prepare_blocks(network, (Block,), recompute, compiled)
+        wrap_block_forwards(network, (Block,), recompute, compiled)
         network(torch.randn(4, 1, 8, 8), torch.arange(4), torch.arange(4)).square().mean().backward()
         found.append(torch.cat([weight.grad.flatten() for weight in network.parameters()]))
     assert (found[1] - found[0]).norm() < 1e-5 * found[0].norm()
@@ -300,7 +305,7 @@ def test_graphs_without_gradients(monkeypatch):
     """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     network, table = nn.ModuleList(Scaled() for _ in range(2)), torch.randn(5, 3)
-    prepare_blocks(network, (Scaled,), compiled=True)
+    wrap_block_forwards(network, (Scaled,), compiled=True)
 
     def graphs(*batches: int) -> int:
         before = counters["stats"]["unique_graphs"]
@@ -321,7 +326,7 @@ def test_a_compiled_block_looks_for_no_weight(monkeypatch):
     at a weight's number would compile each block anew (under torch 2.11, where test_compiled then counts four graphs).
     """
     monkeypatch.setattr(linear, "is_zero_param", linear.is_zero_param)
-    prepare_blocks(UNet(**UNET), (ResBlock, AttentionBlock), compiled=True, scattered=True)
+    wrap_block_forwards(UNet(**UNET), (ResBlock, AttentionBlock), compiled=True, zero3=True)
     plain, away = torch.ones(1), torch.ones(1)
     away.ds_id = 7
     assert [linear.is_zero_param(plain), linear.is_zero_param(away)] == [False, True]
@@ -354,8 +359,8 @@ def test_leaves_that_are_not_there(key, words, nearest):
     """Oracle: by hand: names of Tiny's modules; DeepSpeed only warns of others. Nothing is gathered below stage 3."""
     config = {"zero_optimization": {"stage": 3, "leaf_module": {key: words}}}
     with pytest.raises(ConfigError, match=f'leaf_module.{key}" is .* fits no module of tiny; the nearest is {nearest}'):
-        check_leaf_module_names({"tiny": Tiny()}, config)
-    check_leaf_module_names({"tiny": Tiny()}, {"zero_optimization": {**config["zero_optimization"], "stage": 2}})
+        require_known_leaf_modules({"tiny": Tiny()}, config)
+    require_known_leaf_modules({"tiny": Tiny()}, {"zero_optimization": {**config["zero_optimization"], "stage": 2}})
 
 
 @pytest.mark.parametrize("words", [[], ""])
@@ -363,7 +368,7 @@ def test_no_leaves_at_all(words):
     """Oracle: the message names the key, what it is, and the remedy."""
     config = {"zero_optimization": {"stage": 3, "leaf_module": {"names": words}}}
     with pytest.raises(ConfigError, match='leaf_module.names" is empty, which fits no module of tiny: .*remove it'):
-        check_leaf_module_names({"tiny": Tiny()}, config)
+        require_known_leaf_modules({"tiny": Tiny()}, config)
 
 
 def test_leaves_that_are_there():
@@ -371,7 +376,7 @@ def test_leaves_that_are_there():
     words = {"names": ["hidden.0"], "name_suffixes": "n.1", "classes": ["Scale", "tests.support.tiny.Scale"]}
     config = {"zero_optimization": {"stage": 3, "leaf_module": words}}
     network = Tiny()
-    check_leaf_module_names({"tiny": network, "other": nn.Linear(1, 1)}, config)
+    require_known_leaf_modules({"tiny": network, "other": nn.Linear(1, 1)}, config)
     assert (
         len(apply_zero_leaf_module_config(network, DeepSpeedZeroConfig(**config["zero_optimization"]).leaf_module)) == 3
     )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain.engine.engines import Engines
-from dstrain.engine.patches import defer_errors, make_universal_info
+from dstrain.engine.patches import defer_write_errors, make_universal_checkpoint_entry
 from dstrain.recipe import ConfigError
 from tests.engine.check_engines import applied
 from tests.engine.test_masters import DECAY, LR, engines_of, step, weights
@@ -24,7 +24,7 @@ def test_files_that_cannot_be_written(stage, tmp_path):
     order: list[str] = []
 
     def attempt(work) -> None:
-        with defer_errors(engines.values()):
+        with defer_write_errors(engines.values()):
             for part, engine in engines.items():
                 engine.save_checkpoint(str(tmp_path / part / "x"), tag="t", save_latest=False)
                 order.append(part)
@@ -53,7 +53,7 @@ def test_what_deepspeeds_tool_asks_for():
     )
 
     expected = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE}}
-    assert make_universal_info() == expected
+    assert make_universal_checkpoint_entry() == expected
 
 
 class Pictures(nn.Module):

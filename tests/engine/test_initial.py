@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dstrain import systems
-from dstrain.engine.initial import build_networks, draw_weights, explain_constructed_weights
+from dstrain.engine.initial import build_networks, draw_initial_weights, explain_unresettable_weights
 from tests.engine import check_initial
 from tests.engine.check_initial import Zeroed
 from tests.support import tokenizers
@@ -167,12 +167,12 @@ def tie(parent: Parent) -> None:
 )
 def test_constructors_that_set_weights(make, name):
     """Oracle: the first weight or buffer that the constructor leaves otherwise than its owner's reset_parameters."""
-    assert explain_constructed_weights(lambda: {"part": make()}) == f"part: {name} is set by a constructor"
+    assert explain_unresettable_weights(lambda: {"part": make()}) == f"part: {name} is set by a constructor"
 
 
 def test_values_in_a_constructor():
     """Oracle: a constructor that reads a tensor's values, which none on the meta device has."""
-    reason = explain_constructed_weights(lambda: {"part": Parent(read_a_value)})
+    reason = explain_unresettable_weights(lambda: {"part": Parent(read_a_value)})
     assert reason.startswith("networks() cannot run on the meta device (")
 
 
@@ -192,14 +192,14 @@ def test_values_in_a_constructor():
 )
 def test_modules_that_draw_their_own(make):
     """Oracle: the layers of torch and ours whose reset_parameters gives what the constructor leaves."""
-    assert explain_constructed_weights(lambda: {"part": make()}) is None
+    assert explain_unresettable_weights(lambda: {"part": make()}) is None
 
 
 @pytest.mark.parametrize("name, index", [(name, index) for name in CASES for index in range(len(CASES[name]))])
 def test_every_system_draws_by_modules(name, index, tmp_path):
     """Oracle: no rank needs a whole network; runs and checkpoints that exist keep their initial weights."""
     more = {"tokenizer": {"path": str(tokenizers.save(tmp_path))}} if name == "phenaki" else {}
-    assert explain_constructed_weights(systems.build(name, CASES[name][index] | more).networks) is None
+    assert explain_unresettable_weights(systems.build(name, CASES[name][index] | more).networks) is None
 
 
 def test_build():
@@ -216,7 +216,7 @@ def test_build():
         assert len(reasons) == 1 and torch.equal(torch.get_rng_state(), before)
     for make, on_meta in ((Tiny, True), (lambda: nn.Sequential(Measured(3, 2)), False)):
         ((_, (network, values)),) = build_networks(lambda: {"a": make()}, SEED).items()
-        torch.testing.assert_close(dict(values()), dict(draw_weights(make(), SEED)), rtol=0, atol=0)
+        torch.testing.assert_close(dict(values()), dict(draw_initial_weights(make(), SEED)), rtol=0, atol=0)
         assert all(weight.is_meta == on_meta for weight in network.parameters())
         assert not any(buffer.is_meta for buffer in network.buffers())
     tied = build_networks(lambda: {"a": Parent(tie)}, SEED)["a"][0]
@@ -236,7 +236,7 @@ def test_values_that_modules_draw(make):
         name: (tensor, tensor.detach().clone())
         for name, tensor in [*network.named_parameters(), *network.named_buffers()]
     }
-    values, others = (dict(draw_weights(network, seed)) for seed in (0, 1))
+    values, others = (dict(draw_initial_weights(network, seed)) for seed in (0, 1))
     assert values.keys() == tensors.keys()
     for name, (tensor, before) in tensors.items():
         assert torch.equal(tensor, before) and values[name].shape == tensor.shape
@@ -246,7 +246,7 @@ def test_values_that_modules_draw(make):
     assert all(now[name] is tensor for name, (tensor, _) in tensors.items())
     if isinstance(network, Tiny):
         assert not torch.equal(values["hidden.0.weight"], values["hidden.1.weight"])
-        assert all(torch.equal(values[name], value) for name, value in draw_weights(Tiny(), 0))
+        assert all(torch.equal(values[name], value) for name, value in draw_initial_weights(Tiny(), 0))
         assert torch.equal(values["scale.gain"], torch.ones(17))
     if isinstance(network, Replacing):
         assert values["gain"].tolist() == [2.0] * 3 and values["steps"].tolist() == [0, 1, 3, 6]
@@ -256,8 +256,8 @@ def test_only_what_is_asked_for_is_drawn():
     """Oracle: by hand: the layer that owns the weight, whole, and each module with a buffer, whatever is asked for."""
     network = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
     norm = {"2.weight", "2.bias", "2.running_mean", "2.running_var", "2.num_batches_tracked"}
-    assert dict(draw_weights(network, SEED, {"1.bias"})).keys() == {"1.weight", "1.bias"} | norm
-    assert dict(draw_weights(network, SEED, ())).keys() == norm
+    assert dict(draw_initial_weights(network, SEED, {"1.bias"})).keys() == {"1.weight", "1.bias"} | norm
+    assert dict(draw_initial_weights(network, SEED, ())).keys() == norm
 
 
 @pytest.mark.parametrize("world", (2, 1))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from dstrain.engine import parser, prepare_environment, schema, settings
+from dstrain.engine import parser, schema, set_deepspeed_environment, settings
 from dstrain.recipe import ConfigError, Run
 from tests.engine import check_keys
 from tests.support.engines import resolve
@@ -55,7 +55,7 @@ def ask(content: dict[str, Any]) -> tuple[set[str], Exception | None]:
     """What DeepSpeed's parser asks for in a JSON, and how it ends."""
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    asked = parser._Asked({"train_micro_batch_size_per_gpu": 1, **content})
+    asked = parser._KeyRecordingDict({"train_micro_batch_size_per_gpu": 1, **content})
     try:
         DeepSpeedConfig(asked)
     except Exception as error:  # a section where a number is due
@@ -67,7 +67,7 @@ def installed_keys() -> set[str]:
     """The keys that the installed release reads: no list of ours. Each top-level key is asked for what it asks for
     within a section, or its model is found by the error that an unknown word raises in it.
     """
-    prepare_environment()
+    set_deepspeed_environment()
     from deepspeed.runtime import config
     from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
@@ -77,7 +77,7 @@ def installed_keys() -> set[str]:
     top |= config._REMOVED_TOP_LEVEL_CONFIG_KEYS.keys()
     keys = {f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS}
     for key in top:
-        section = parser._Asked({"no_word": 1})
+        section = parser._KeyRecordingDict({"no_word": 1})
         error = ask({key: section})[1]
         within = {f"{key}.{name}" for name in section.asked}
         if isinstance(error, ValidationError) and error.title in models:
@@ -98,15 +98,17 @@ def test_every_key_is_decided(installed):
     assert len(installed) > 100
     assert {"zero_optimization.stage", "timers.throughput", "bf16.enabled", "aio.block_size"} <= installed
     assert "zero_optimization.offload_optimizer.nvme_path" in installed
-    undecided = {key for key in installed if schema.find_decision(key) is None}
-    sections = {key for key in undecided if any(name.startswith(f"{key}.") for name in schema.list_decisions())}
+    undecided = {key for key in installed if schema.find_decision_on_key(key) is None}
+    sections = {
+        key for key in undecided if any(name.startswith(f"{key}.") for name in schema.collect_decisions_by_key())
+    }
     assert undecided - sections == set()
 
 
 def test_no_key_is_made_up(installed):
     """Oracle: the same keys: a decision on a word that DeepSpeed does not know is a typing error in a table."""
     elsewhere = {"sequence_parallel_size", "data_parallel_size", "bfloat16", "timers.throughput"}
-    for key in schema.list_decisions().keys() - elsewhere:
+    for key in schema.collect_decisions_by_key().keys() - elsewhere:
         assert any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in installed), key
 
 
@@ -127,7 +129,7 @@ def refusal(key: str, value: Any, stage: int = 2) -> str:
 
 def test_every_other_key_is_refused_or_remarked():
     """Oracle: the decisions: a refusal names the key and its reason, a remark says that it changes nothing."""
-    for key, (verdict, words) in schema.list_decisions().items():
+    for key, (verdict, words) in schema.collect_decisions_by_key().items():
         if verdict == "refused":
             section = key in schema.UNSUPPORTED
             assert f'does not support "{key}": {words}; remove it' in refusal(key, {} if section else True), key
@@ -185,7 +187,7 @@ def test_secondary_partitions_are_not_offloaded(key):
 
 def test_what_is_gone():
     """Oracle: DeepSpeed 0.19's own list of what it has removed; the reason says so."""
-    prepare_environment()
+    set_deepspeed_environment()
     from deepspeed.runtime import config
 
     removed = [*config._REMOVED_TOP_LEVEL_CONFIG_KEYS]

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain import recipe, systems
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.masters import cut_into_shares
-from dstrain.engine.planning.fake_ranks import FakeEngines, enter_fake_world
+from dstrain.engine.masters import cut_weights_into_shares
+from dstrain.engine.planning.fake_ranks import FakeEngines, use_fake_ranks_and_tensors
 from dstrain.planning.step import choose_step_to_measure
 from dstrain.planning.synthetic import NoTracker, Repeated
 from dstrain.train import build_engines, take_step
@@ -37,7 +37,7 @@ def test_shares_cover_each_weight_once(sizes, world, together, data):
     rank = data.draw(st.integers(0, world - 1))
     for line in [sizes] if together else [[size] for size in sizes if size]:
         share = max(1, -(-sum(line) // world))
-        pieces = list(cut_into_shares(line, share, range(world)))
+        pieces = list(cut_weights_into_shares(line, share, range(world)))
         begins = [sum(line[:index]) for index in range(len(line))]
         ends = 0
         for index, owner, start, numel, offset in sorted(pieces, key=lambda piece: (piece[0], piece[2])):
@@ -46,7 +46,7 @@ def test_shares_cover_each_weight_once(sizes, world, together, data):
             assert start + numel <= line[index]
         assert ends == sum(line)
         own = [piece for piece in pieces if piece[1] == rank]
-        assert list(cut_into_shares(line, share, range(rank, rank + 1))) == own
+        assert list(cut_weights_into_shares(line, share, range(rank, rank + 1))) == own
 
 
 def cover(names: dict[str, int], pieces: list[tuple[str, int, int]]) -> bool:
@@ -75,13 +75,13 @@ def check_matrices(exponent: float, stage: int, width: int, depth: int, piece: i
         blocks = [nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width)) for _ in range(depth)]
         return {"tiny": nn.ModuleDict({"first": nn.Linear(3, width), "blocks": nn.ModuleList(blocks)})}
 
-    with enter_fake_world(world):
+    with use_fake_ranks_and_tensors(world):
         engines = FakeEngines(networks, config, decays, (nn.Sequential,), optimizer=run.optimizer, seed=0)
         masters = engines.masters["tiny"]
-        layouts, sizes = masters._list_fragments_by_rank(), [flat.numel() for flat in masters.flats]
+        layouts, sizes = masters._group_fragments_by_rank(), [flat.numel() for flat in masters.flats]
         matrices = [matrix for flat in masters._get_inner_optimizer()._matrices.values() for matrix in flat]
-        by_muon = [masters._list_moment_names_of_flat(number) == ("momentum",) for number in range(len(sizes))]
-        shapes = engines.list_shapes("tiny")
+        by_muon = [masters._get_moment_names_of_flat(number) == ("momentum",) for number in range(len(sizes))]
+        shapes = engines.collect_weight_shapes("tiny")
     assert layouts[0] == masters.fragments and list(layouts) == list(range(world))
     held = [(fragment.name, fragment.start, fragment.numel) for each in layouts.values() for fragment, *_ in each]
     assert cover({name: shape.numel() for name, shape in shapes.items()}, held)
@@ -150,13 +150,13 @@ def count(
         profile.clear()
         if calls:
             profile.enable()
-        with enter_fake_world(world), Operations() as counted:
+        with use_fake_ranks_and_tensors(world), Operations() as counted:
             engines = build_engines(run, config, system, kind=FakeEngines)
             ema = EmaShadow(engines.masters, run.ema, system.averaged)
             batches = Repeated(system, config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
             for number in range(steps):
                 take_step(choose_step_to_measure(run, system) - number, run, system, engines, batches, NoTracker())
-                ema.update(number, engines.collect_applied_flags())
+                ema.update_averages(number, engines.collect_update_flags())
             owned = sum(fragment.numel for fragment, *_ in engines.masters["denoiser"].fragments)
         profile.disable()
         found[world] = {**counted.number, "owned": owned, "calls": count_own_calls(profile)}
@@ -211,7 +211,7 @@ def compare(out: Path) -> None:
         engines = engines_for(lambda: {"tiny": Tiny()}, run, config, decays)
         masters = engines.masters["tiny"]
         said = group.gather_objects(masters.fragments)
-        figures[stage] = masters._list_fragments_by_rank() == dict(enumerate(said))
+        figures[stage] = masters._group_fragments_by_rank() == dict(enumerate(said))
         if stage < 3:
             mapped = [
                 (weight._hp_mapping.lp_fragment_address, weight._hp_mapping.hp_fragment_address)

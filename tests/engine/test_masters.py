@@ -77,7 +77,7 @@ def data(seed: int = 0) -> tuple[Tensor, Tensor]:
 def step(engines: Engines, part: str, factor: float = 1.0, seed: int = 0) -> None:
     x, y = data(seed)
     with engines.freeze_all_but(part) as nets:
-        engines.learn(part, (nets[part](x) - y).square().mean() * factor)
+        engines.run_backward_and_step(part, (nets[part](x) - y).square().mean() * factor)
 
 
 def weights(engines: Engines, part: str) -> dict[str, Tensor]:
@@ -101,10 +101,10 @@ def test_parts(stage, precision):
     engines = engines_of(stage, precision)
     shapes = {name: weight.shape for name, weight in Tiny().named_parameters()}
     assert list(engines) == ["a", "b"] and len(engines) == 2 and list(engines.modules) == ["a", "b"]
-    assert engines.list_shapes("a") == engines.list_shapes("b") == shapes
+    assert engines.collect_weight_shapes("a") == engines.collect_weight_shapes("b") == shapes
     numel = sum(shape.numel() for shape in shapes.values())
-    assert engines.count_weights([]) == {"a": numel, "b": numel}
-    assert engines.count_weights([torch.nn.Linear(3, 2), torch.nn.Linear(1, 1)]) == {
+    assert engines.count_weights_by_part([]) == {"a": numel, "b": numel}
+    assert engines.count_weights_by_part([torch.nn.Linear(3, 2), torch.nn.Linear(1, 1)]) == {
         "a": numel,
         "b": numel,
         "frozen": 10,
@@ -112,7 +112,7 @@ def test_parts(stage, precision):
     for part, masters in engines.masters.items():
         assert engines[part].module is engines.modules[part] and masters.stage == stage
         seen = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        for fragment, view in masters.list_views(masters.flats):
+        for fragment, view in masters.iterate_fragment_views(masters.flats):
             assert view.shape == (fragment.numel,) and view.dtype == torch.float32
             seen[fragment.name].view(-1)[fragment.start : fragment.start + fragment.numel] += 1
         assert all(bool((count == 1).all()) for count in seen.values())
@@ -122,12 +122,14 @@ def test_parts(stage, precision):
 def test_before_the_first_step(stage, precision):
     """Oracle: by hand: moments are zeros, nothing was updated or skipped, no gradient has a norm yet."""
     engines = engines_of(stage, precision)
-    assert applied(engines) == {} and engines.count_skipped() == 0
+    assert applied(engines) == {} and engines.count_skipped_steps() == 0
     for masters in engines.masters.values():
-        assert masters.updates == 0 and masters.skipped == 0
+        assert masters.update_count == 0 and masters.skipped_count == 0
         for kind in ADAM:
-            assert [moment.shape for moment in masters.read_moments(kind)] == [flat.shape for flat in masters.flats]
-            assert not any(moment.any() for moment in masters.read_moments(kind))
+            assert [moment.shape for moment in masters.get_moments_in_fp32(kind)] == [
+                flat.shape for flat in masters.flats
+            ]
+            assert not any(moment.any() for moment in masters.get_moments_in_fp32(kind))
     names = ["param_norm", *(["loss_scale"] if precision == "fp16" else [])]
     assert {name for name in engines.collect_metrics() if "grad_norm" not in name} == {
         f"{part}/{name}" for part in "ab" for name in names
@@ -148,11 +150,11 @@ def test_a_step_by_hand(stage, precision):
     engines.begin_step(LR / 2)
     assert all(group["lr"] == LR / 2 for engine in engines.values() for group in engine.optimizer.param_groups)
     step(engines, "a")
-    assert applied(engines) == {"a": True} and engines.count_skipped() == 0
+    assert applied(engines) == {"a": True} and engines.count_skipped_steps() == 0
     masters, close = engines.masters["a"], {"rtol": 1e-5 if precision == "fp32" else 2e-2, "atol": 1e-7}
     if precision != "fp32":
         close["atol"] = 1e-4
-    first, second = (gathered(masters, masters.read_moments(kind)) for kind in ADAM)
+    first, second = (gathered(masters, masters.get_moments_in_fp32(kind)) for kind in ADAM)
     after = weights(engines, "a")
     for name, g in gradients.items():
         torch.testing.assert_close(first[name], (1 - BETAS[0]) * g, **close)
@@ -164,12 +166,12 @@ def test_a_step_by_hand(stage, precision):
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     assert figures["a/grad_norm"] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 2e-2)
     assert figures["a/param_norm"] == pytest.approx(torch.cat([w.flatten() for w in after.values()]).norm().item())
-    assert same(weights(engines, "b"), waiting) and engines.masters["b"].updates == 0 and masters.updates == 1
+    assert same(weights(engines, "b"), waiting) and engines.masters["b"].update_count == 0 and masters.update_count == 1
     engines.begin_step(LR)
     assert applied(engines) == {}
     step(engines, "b")
     assert applied(engines) == {"b": True} and same(weights(engines, "a"), after)
-    assert engines.masters["b"].updates == masters.updates == 1
+    assert engines.masters["b"].update_count == masters.update_count == 1
 
 
 @each_place
@@ -178,7 +180,7 @@ def test_a_gradient_that_is_not_finite(stage, precision):
     engines = engines_of(stage, precision)
     for number, factor in enumerate((1.0, math.inf, math.nan, 1.0)):
         kept = {part: weights(engines, part) for part in "ab"}
-        moments = [moment.clone() for kind in ADAM for moment in engines.masters["b"].read_moments(kind)]
+        moments = [moment.clone() for kind in ADAM for moment in engines.masters["b"].get_moments_in_fp32(kind)]
         engines.begin_step(LR)
         step(engines, "a", seed=number)
         step(engines, "b", factor, seed=number)
@@ -186,15 +188,18 @@ def test_a_gradient_that_is_not_finite(stage, precision):
         assert not same(weights(engines, "a"), kept["a"])
         if factor != 1.0:
             assert same(weights(engines, "b"), kept["b"])
-            after = [moment for kind in ADAM for moment in engines.masters["b"].read_moments(kind)]
+            after = [moment for kind in ADAM for moment in engines.masters["b"].get_moments_in_fp32(kind)]
             assert all(torch.equal(x, y) for x, y in zip(moments, after, strict=True))
-    assert (engines.masters["a"].updates, engines.masters["b"].updates) == (4, 2)
-    assert engines.count_skipped() == engines.masters["b"].skipped == 2 and engines.masters["a"].skipped == 0
+    assert (engines.masters["a"].update_count, engines.masters["b"].update_count) == (4, 2)
+    assert (
+        engines.count_skipped_steps() == engines.masters["b"].skipped_count == 2
+        and engines.masters["a"].skipped_count == 0
+    )
     assert [engine.global_steps for engine in engines.values()] == [4, 4]
     step(engines, "b", math.nan)
-    assert engines.masters["b"].skipped == 3  # the latest step is counted where it is asked for
-    engines.masters["a"].skipped = 5
-    assert engines.count_skipped() == 5
+    assert engines.masters["b"].skipped_count == 3  # the latest step is counted where it is asked for
+    engines.masters["a"].skipped_count = 5
+    assert engines.count_skipped_steps() == 5
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
@@ -219,28 +224,30 @@ def test_moments_of_8_bits(stage, precision):
 
     def take(factor: float) -> None:
         with engines.freeze_all_but("a") as nets:
-            engines.learn("a", nets["a"](x).square().mean() * factor)
+            engines.run_backward_and_step("a", nets["a"](x).square().mean() * factor)
 
     for factor in (1.0, math.nan, math.inf, 1.0):
         engines.begin_step(LR)
-        kept, codes = weights(engines, "a"), [code.clone() for _, _, code in masters.list_coded_moments()]
+        kept, codes = weights(engines, "a"), [code.clone() for _, _, code in masters.iterate_8bit_moments()]
         take(factor)
         unchanged = same(weights(engines, "a"), kept) and all(
-            torch.equal(x, y) for x, (_, _, y) in zip(codes, masters.list_coded_moments())
+            torch.equal(x, y) for x, (_, _, y) in zip(codes, masters.iterate_8bit_moments())
         )
         assert applied(engines)["a"] == (factor == 1.0) == (not unchanged)
-    assert engines.count_skipped() == 2 and codes
+    assert engines.count_skipped_steps() == 2 and codes
     for (kind, fragment, values), (same_kind, name, code) in zip(
-        masters.list_coded_moments_to_save(), masters.list_coded_moments(), strict=True
+        masters.iterate_8bit_moments_to_save(), masters.iterate_8bit_moments(), strict=True
     ):
         assert (kind, fragment) == (same_kind, Fragment(name, (len(values),), 0, len(values)))
         saved = torch.empty_like(code)
         restore_bytes_from_floats(saved, values)
         assert torch.equal(saved, code)
     for kind in masters.moment_kinds:
-        values = [torch.linspace(0.5, 1.0, moment.numel()).view_as(moment) for moment in masters.read_moments(kind)]
-        masters.write_moments(kind, values)
-        for value, moment in zip(values, masters.read_moments(kind), strict=True):
+        values = [
+            torch.linspace(0.5, 1.0, moment.numel()).view_as(moment) for moment in masters.get_moments_in_fp32(kind)
+        ]
+        masters.write_back_8bit_moments(kind, values)
+        for value, moment in zip(values, masters.get_moments_in_fp32(kind), strict=True):
             torch.testing.assert_close(moment.flatten(), value.flatten(), rtol=0.03, atol=0)
 
 
@@ -291,7 +298,7 @@ def test_weights_that_are_set_and_shown(stage, precision):
         others = [torch.zeros_like(flat) for flat in masters.flats]
         for error in (None, ValueError):
             try:
-                with masters.compute_with_flats(others):
+                with masters.use_flats_as_weights(others):
                     assert not network(x).any() and expected.any()
                     if error:
                         raise error
@@ -336,19 +343,21 @@ def test_a_count_that_is_set(stage, precision):
     """
     engines = engines_of(stage, precision)
     masters = engines.masters["a"]
-    masters.updates = 9
-    assert masters.updates == 9 and engines.masters["b"].updates == 0
+    masters.update_count = 9
+    assert masters.update_count == 9 and engines.masters["b"].update_count == 0
     begun = weights(engines, "a")
     engines.begin_step(LR)
     step(engines, "a")
-    assert masters.updates == 10
-    first, second = (gathered(masters, masters.read_moments(kind)) for kind in ADAM)
+    assert masters.update_count == 10
+    first, second = (gathered(masters, masters.get_moments_in_fp32(kind)) for kind in ADAM)
     for name, weight in weights(engines, "a").items():
         decayed = begun[name] * (1 - LR * (DECAY if weight.ndim >= 2 else 0))
         moved = first[name] / (1 - BETAS[0] ** 10) / ((second[name] / (1 - BETAS[1] ** 10)).sqrt() + EPS)
         torch.testing.assert_close(weight, decayed - LR * moved, rtol=1e-4, atol=1e-6)
     masters.reset_optimizer_state()
-    assert masters.updates == 0 and not any(moment.any() for kind in ADAM for moment in masters.read_moments(kind))
+    assert masters.update_count == 0 and not any(
+        moment.any() for kind in ADAM for moment in masters.get_moments_in_fp32(kind)
+    )
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -360,7 +369,9 @@ def test_a_step_of_several_micro_batches_that_is_skipped(stage):
         for micro, factor in enumerate(factors):
             step(engines, "a", factor, seed=3 * number + micro)
             assert applied(engines) == {"a": micro == 2 and factors == (1.0, 1.0, 1.0)}, (number, micro)
-    assert engines.masters["a"].updates == 2 and engines.count_skipped() == 2 and engines["a"].global_steps == 4
+    assert (
+        engines.masters["a"].update_count == 2 and engines.count_skipped_steps() == 2 and engines["a"].global_steps == 4
+    )
     assert engines["a"].micro_steps == 12
 
 
@@ -375,7 +386,7 @@ def test_one_part_and_a_clip(stage):
     engines.begin_step(LR)
     step(engines, "only")
     masters = engines.masters["only"]
-    first = gathered(masters, masters.read_moments("exp_avg"))
+    first = gathered(masters, masters.get_moments_in_fp32("exp_avg"))
     for name, weight in network.named_parameters():
         torch.testing.assert_close(first[name], weight.grad * (1 - BETAS[0]), rtol=1e-4, atol=1e-9)
     figures = engines.collect_metrics()
@@ -402,7 +413,9 @@ def test_a_scale_and_its_state(stage):
             norm = torch.nn.utils.get_total_norm(weight.grad for weight in network.parameters()).item()
             assert engines.collect_metrics()["a/grad_norm"] == pytest.approx(norm, rel=2e-2)
         seen.append(engines.masters["a"].loss_scale)
-    assert seen == [16, 8, 8, 8, 16, 8, 4] and engines.masters["b"].loss_scale == 16 and engines.count_skipped() == 3
+    assert (
+        seen == [16, 8, 8, 8, 16, 8, 4] and engines.masters["b"].loss_scale == 16 and engines.count_skipped_steps() == 3
+    )
     kept = engines.masters["a"].scaler_state
     assert kept["cur_scale"] == 4 and kept["cur_iter"] == 7
     other = engines_of(stage, "fp16", parts=("a",), scale=scale)
@@ -419,4 +432,4 @@ def test_a_scale_and_its_state(stage):
     # At the least scale an overflow is a step that is skipped, and no error.
     for _ in range(4):
         step(other, "a", math.inf)
-    assert other.masters["a"].loss_scale == 1 and other.count_skipped() == 4
+    assert other.masters["a"].loss_scale == 1 and other.count_skipped_steps() == 4

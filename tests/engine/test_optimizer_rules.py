@@ -142,7 +142,7 @@ def test_what_is_nearly_orthogonal(shape, native, monkeypatch):
     """Oracle: torch.linalg.svd: singular values of the result lie between 0.6 and 1.3, and the vectors stay, in bf16
     and where a CPU without it computes in fp32.
     """
-    monkeypatch.setattr(settings, "can_multiply_bf16", lambda: native)
+    monkeypatch.setattr(settings, "can_cpu_multiply_bf16", lambda: native)
     matrix = gradients(1, shape) * 1e-3
     u, _s, v = torch.linalg.svd(matrix, full_matrices=False)
     found = optimizers.orthogonalize(matrix.bfloat16()).float()
@@ -181,7 +181,7 @@ def test_muon(applied):
     optimizer.step()
     assert torch.equal(flat, before) and rest not in optimizer.state
     fragments = [(Fragment("a", (3, 8), 0, 24), 0, 0), (Fragment("b", (8, 2, 2), 0, 32), 0, 24)]
-    optimizer.assign_matrices([flat, rest], {0: fragments})
+    optimizer.assign_matrices_to_ranks([flat, rest], {0: fragments})
     for step in range(4):
         flat.grad, rest.grad = gradients(10 + step, flat.shape), gradients(20 + step, rest.shape)
         line.grad = rest.grad.clone()
@@ -209,16 +209,19 @@ def test_moments_of_eight_bits():
     large, small = nn.Parameter(gradients(1, (64, 128))), nn.Parameter(gradients(2, (5,)))
     optimizer = bitsandbytes.optim.AdamW8bit([{"params": [large, small], "moments": ADAM}], lr=LR, betas=BETAS)
     for weight in (large, small):
-        state = optimizers.get_state(optimizer, weight, ADAM)
-        assert optimizers.get_state(optimizer, weight, ADAM) is state and len(optimizer.param_groups[0]["params"]) == 2
+        state = optimizers.get_or_make_state(optimizer, weight, ADAM)
+        assert (
+            optimizers.get_or_make_state(optimizer, weight, ADAM) is state
+            and len(optimizer.param_groups[0]["params"]) == 2
+        )
         for number, kind in enumerate(ADAM):
-            assert not optimizers.read_moment(state, kind).any()
+            assert not optimizers.get_moment_in_fp32(state, kind).any()
             values = gradients(3 + number, weight.shape).abs()
             if weight is small:
-                optimizers.read_moment(state, kind).copy_(values)
-                optimizers.write_moment(state, kind, values)
-                assert torch.equal(optimizers.read_moment(state, kind), values)
+                optimizers.get_moment_in_fp32(state, kind).copy_(values)
+                optimizers.write_back_8bit_moment(state, kind, values)
+                assert torch.equal(optimizers.get_moment_in_fp32(state, kind), values)
                 continue
-            optimizers.write_moment(state, kind, values)
-            read = optimizers.read_moment(state, kind)
+            optimizers.write_back_8bit_moment(state, kind, values)
+            read = optimizers.get_moment_in_fp32(state, kind)
             assert read.shape == values.shape and 0 < (read - values).abs().max() < 0.03 * values.max()

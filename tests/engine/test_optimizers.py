@@ -89,7 +89,7 @@ def test_own_files_of_deepspeed_are_refused():
 def test_bytes_as_floats(count):
     """Oracle: the bytes themselves, and the least number of floats that holds them."""
     octets = torch.arange(1, count + 1, dtype=torch.uint8)
-    floats, back = optimizers.convert_bytes_to_floats(octets), torch.zeros_like(octets)
+    floats, back = optimizers.reinterpret_bytes_as_floats(octets), torch.zeros_like(octets)
     assert floats.dtype == torch.float32 and floats.numel() == -(-count // 4)
     optimizers.restore_bytes_from_floats(back, floats)
     assert torch.equal(back, octets)

@@ -16,7 +16,7 @@ import pytest
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.store import Store
 from dstrain.disk import sealed
-from dstrain.engine.settings import resolve_settings
+from dstrain.engine.settings import resolve_deepspeed_settings
 from dstrain.recipe import ConfigError, load_recipe
 from tests.support import brittle
 from tests.support.launch import ROOT, launch, wait_for
@@ -79,7 +79,7 @@ def list_cpu_configs() -> list[str]:
     run, names = load_recipe(None), []
     for path in sorted((ROOT / "ds_configs").glob("*.json")):
         with contextlib.suppress(ConfigError):
-            resolve_settings(path, 2, "cpu", batch=run.batch, optimizer=run.optimizer, faults=run.faults)
+            resolve_deepspeed_settings(path, 2, "cpu", batch=run.batch, optimizer=run.optimizer, faults=run.faults)
             names.append(path.name)
     return names
 

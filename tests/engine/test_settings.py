@@ -44,7 +44,11 @@ def test_a_shipped_file_is_what_its_name_says(path):
     world = given_["zero_optimization"].get("zero_hpz_partition_size", 1)
     run = recipe.load_recipe(None, [f"batch.global={48 * world}", "optimizer.clip=0.5"])
     resolved = resolve(given_, run, world, "cuda")
-    found = settings.read_stage(resolved), settings.read_precision(resolved), settings.is_optimizer_offloaded(resolved)
+    found = (
+        settings.read_zero_stage(resolved),
+        settings.read_precision(resolved),
+        settings.is_optimizer_offloaded(resolved),
+    )
     assert found == NAMED[path.stem]
     assert "auto" not in json.dumps(resolved)
     assert resolved["train_batch_size"] == 48 * world
@@ -84,7 +88,7 @@ def test_batch_arithmetic(total, world, micro, sequence):
         return
     run, ranks = Run(batch={"global": total, "micro": micro}), world * sequence
     try:
-        found, accumulation = settings.split_batch(run.batch, ranks, sequence)
+        found, accumulation = settings.split_batch_over_ranks(run.batch, ranks, sequence)
     except ConfigError as error:
         text = str(error)
         if total % world:
@@ -197,7 +201,7 @@ def test_auto_precision_of_a_cpu(monkeypatch):
 @pytest.mark.parametrize("native", [False, True])
 def test_a_run_that_goes_on_keeps_its_precision(native, monkeypatch):
     """Oracle: what the run was resolved to, on any CPU; true and false in the JSON are obeyed."""
-    monkeypatch.setattr(settings, "can_multiply_bf16", lambda: native)
+    monkeypatch.setattr(settings, "can_cpu_multiply_bf16", lambda: native)
     for enabled in (False, True):
         before = resolve({"bf16": {"enabled": enabled}}, Run(), 1, "cpu")
         assert auto(before=before) == ("bf16" if enabled else "fp32")

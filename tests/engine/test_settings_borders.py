@@ -65,7 +65,9 @@ def test_batches_that_would_fit(total, world, fits):
     """Oracle: the multiples of the world size next to the batch, none of them zero; the JSON is not at fault."""
     text = faults({}, f"batch.global={total}", world=world)
     assert f"write batch.global={fits}, or start" in text and "ds_config" not in text
-    micro, accumulation = settings.split_batch(recipe.load_recipe(None, ["batch.global=12", "batch.micro=2"]).batch, 3)
+    micro, accumulation = settings.split_batch_over_ranks(
+        recipe.load_recipe(None, ["batch.global=12", "batch.micro=2"]).batch, 3
+    )
     assert (micro, accumulation) == (2, 2) and type(accumulation) is int
 
 
@@ -102,7 +104,7 @@ def test_remarks_on_memory():
 @pytest.mark.parametrize("native", [False, True])
 def test_remarks_on_a_cpu(native, monkeypatch):
     """Oracle: a CPU with products of bf16, and one without."""
-    monkeypatch.setattr(settings, "can_multiply_bf16", lambda: native)
+    monkeypatch.setattr(settings, "can_cpu_multiply_bf16", lambda: native)
     config = {**zero(2), "bf16": {"enabled": True}}
     assert sum("this CPU emulates bf16" in line for line in lines(config, "cpu")) == (not native)
     assert lines(config, "cuda") == lines(zero(2), "cpu") == []

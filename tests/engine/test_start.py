@@ -19,8 +19,8 @@ import torch.multiprocessing as mp
 
 from dstrain.distributed import group
 from dstrain.distributed.progress import Phases
-from dstrain.engine import prepare_environment
-from dstrain.engine.start import _announce_compiling, start_group
+from dstrain.engine import set_deepspeed_environment
+from dstrain.engine.start import _announce_operator_compiling, start_process_group
 from dstrain.recipe import ConfigError
 from tests.support.launch import ROOT, SPAWN, environment, free_port
 
@@ -31,7 +31,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "TORC
 
 def forked(world: int, work: Callable[[int], None], **variables: str) -> None:
     """work(rank) in `world` forks without a launcher's variables, but for these."""
-    prepare_environment()
+    set_deepspeed_environment()
     importlib.import_module("deepspeed")  # once, for all the forks
     mp.start_processes(_enter, (work, variables), world, start_method="fork")
 
@@ -50,13 +50,13 @@ def ranks(rank: int, world: int) -> dict[str, str]:
 
 def meet(rank: int, world: int) -> None:
     """Starts, and finds every other rank; no shared buffer is left under a name."""
-    start_group(timeout_minutes=0.5)
+    start_process_group(timeout_minutes=0.5)
     assert (group.is_started(), group.rank(), group.world()) == (True, rank, world)
     assert group.sum_over_ranks(torch.tensor([2.0**rank])).item() == 2**world - 1
     address = f"{os.environ['MASTER_ADDR']}_{os.environ['MASTER_PORT']}"
     group.barrier()
     assert not list(Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{address}_*"))
-    start_group(timeout_minutes=0.5)  # once more changes nothing
+    start_process_group(timeout_minutes=0.5)  # once more changes nothing
     assert group.world() == world
     group.leave_process_group()
 
@@ -70,7 +70,7 @@ def watched() -> list[str]:
 
 def alone(rank: int) -> None:
     seen = watched()
-    start_group(timeout_minutes=3)
+    start_process_group(timeout_minutes=3)
     assert not any("meeting" in phase for phase in seen)
     assert {name: os.environ[name] for name in ranks(0, 1)} == ranks(0, 1)
     assert os.environ["MASTER_ADDR"] == "127.0.0.1" and 1024 <= int(os.environ["MASTER_PORT"]) < 65536
@@ -132,7 +132,7 @@ def slurm(rank: int) -> None:
 def meets_nowhere(rank: int) -> None:
     os.environ.update(ranks(rank, 2))
     with pytest.raises(ConfigError, match=r"MASTER_ADDR is not set, and scontrol .* set MASTER_ADDR to the host"):
-        start_group(timeout_minutes=0.05)
+        start_process_group(timeout_minutes=0.05)
 
 
 def test_slurm_without_scontrol():
@@ -174,7 +174,7 @@ def test_the_minute_of_compiling(tmp_path, monkeypatch, there):
     (tmp_path / "deepspeed_shm_comm").mkdir()
     if there:
         (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").touch()
-    with _announce_compiling():
+    with _announce_operator_compiling():
         lines.append("inside")
     if there:
         assert lines == ["inside"] and seen == []
@@ -190,13 +190,13 @@ def test_the_minute_of_compiling(tmp_path, monkeypatch, there):
 def taken(rank: int) -> None:
     os.environ.update(ranks(0, 2))
     with pytest.raises(ConfigError, match=f"port {os.environ['MASTER_PORT']} is taken, .*--master_port PORT"):
-        start_group(timeout_minutes=0.05)
+        start_process_group(timeout_minutes=0.05)
 
 
 def lonely(rank: int) -> None:
     os.environ.update(ranks(1, 2))
     with pytest.raises(dist.DistError) as caught:
-        start_group(timeout_minutes=0.02)
+        start_process_group(timeout_minutes=0.02)
     assert not isinstance(caught.value, ConfigError)
 
 
@@ -248,7 +248,7 @@ def test_machines_that_join_later(nodes, shared, said):
     """Oracle: torch's elastic agents, the parents of ranks, which share their store with these unless the variable says
     otherwise, and then give a machine that joins another port: one line, where machines may join.
     """
-    program = "from dstrain.engine.start import _warn_of_shared_store; _warn_of_shared_store()"
+    program = "from dstrain.engine.start import _warn_of_shared_torchrun_store; _warn_of_shared_torchrun_store()"
     done = subprocess.run(
         ["sh", "-c", f'"{sys.executable}" -c "{program}"; exit $?', "--nnodes", nodes],
         env=environment(TORCHELASTIC_USE_AGENT_STORE=shared),
@@ -265,14 +265,14 @@ import os, sys, time
 from dstrain.commands.exits import run_main
 from dstrain.distributed import group
 from dstrain.engine.patches import import_deepspeed
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 def main():
     import_deepspeed()
     open(f"{sys.argv[1]}{os.environ['RANK']}", "w").close()
     while len(os.listdir(os.path.dirname(sys.argv[1]))) < 5:
         time.sleep(0.05)
     time.sleep(2 * int(sys.argv[2][int(os.environ["RANK"])]))
-    start_group(timeout_minutes=1)
+    start_process_group(timeout_minutes=1)
     print(group.gather_objects(sys.argv[1][-1]), flush=True)
     group.leave_process_group()
 run_main(main)
@@ -304,8 +304,8 @@ def test_a_start_without_compiler():
     program = """
 import sys, torch
 from dstrain.engine.patches import import_deepspeed
-from dstrain.engine.start import start_group
-start_group(timeout_minutes=1)
+from dstrain.engine.start import start_process_group
+start_process_group(timeout_minutes=1)
 deepspeed = import_deepspeed()
 known = deepspeed.runtime.zero.utils.is_zero_supported_optimizer(torch.optim.AdamW([torch.zeros(1)]))
 print(known, "torch._inductor.compile_fx" in sys.modules, deepspeed.runtime.compiler.compile() is torch.compile)
@@ -326,14 +326,14 @@ def test_the_environment_of_deepspeed(monkeypatch, tmp_path):
     )
     without = os.environ["PATH"]
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.NOTSET)
-    prepare_environment()
+    set_deepspeed_environment()
     assert logging.getLogger("torch.utils.cpp_extension").level == logging.ERROR  # else it warns
     folder = os.environ["TORCH_EXTENSIONS_DIR"]
     assert os.environ["DS_ACCELERATOR"] == "cpu" and os.environ["PATH"] == beside + os.pathsep + without
     assert Path(folder).parent == Path.home() / ".cache" / "torch_extensions"
     assert re.fullmatch(r"dstrain-[0-9a-f]{12}", Path(folder).name)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "own"))
-    prepare_environment()
+    set_deepspeed_environment()
     assert os.environ["PATH"] == beside + os.pathsep + without and Path(os.environ["TORCH_EXTENSIONS_DIR"]).is_dir()
     assert os.environ["TORCH_EXTENSIONS_DIR"] == str(tmp_path / "own")
     folders = {folder}
@@ -341,6 +341,6 @@ def test_the_environment_of_deepspeed(monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "prefix", place)
         monkeypatch.setattr(sys, "version_info", version)
         monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
-        prepare_environment()
+        set_deepspeed_environment()
         folders.add(os.environ["TORCH_EXTENSIONS_DIR"])
     assert len(folders) == 3

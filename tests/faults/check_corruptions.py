@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from dstrain.distributed import group
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from tests.engine.check_elastic import Trial
 from tests.faults.corruptions import HARMLESS, NAMED, corrupt
 
@@ -50,7 +50,7 @@ def attempt(trial: Trial, kind: str, name: str, truth: dict) -> str:
 
 
 def main(folder: Path, trials: int, seed: int, first: int, skip: set[str]) -> None:
-    start_group()
+    start_process_group()
     work, pristine = folder / "work" / "checkpoints", folder / "pristine"
     if group.rank() == 0:
         shutil.rmtree(folder / "work", ignore_errors=True)

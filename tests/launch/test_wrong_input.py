@@ -251,7 +251,7 @@ def test_a_resumed_run_keeps_its_precision(folder, monkeypatch):
     from dstrain.engine import settings
     from dstrain.runs import folders
 
-    monkeypatch.setattr(settings, "can_multiply_bf16", lambda: True)
+    monkeypatch.setattr(settings, "can_cpu_multiply_bf16", lambda: True)
     words = ["folder=run", "--allow-change"]  # the data are not asked about
 
     def precision(*more):

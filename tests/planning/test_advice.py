@@ -9,7 +9,7 @@ import pytest
 from dstrain.commands import plan
 from dstrain.commands.job import load_checked_recipe
 from dstrain.engine.settings import read_offload_device
-from dstrain.engine.settings import read_stage as stage_of
+from dstrain.engine.settings import read_zero_stage as stage_of
 from dstrain.planning import advice
 from dstrain.planning.counts import Collective, Counts
 from dstrain.planning.estimate import find_changed_choices

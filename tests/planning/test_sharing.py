@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 from dstrain import recipe, systems
 from dstrain.distributed import group
-from dstrain.engine.blocks import prepare_blocks
-from dstrain.engine.planning.activations import count_kept_bytes
-from dstrain.engine.planning.fake_ranks import enter_fake_world
+from dstrain.engine.blocks import wrap_block_forwards
+from dstrain.engine.planning.activations import count_activation_bytes
+from dstrain.engine.planning.fake_ranks import use_fake_ranks_and_tensors
 from dstrain.nn.sequence import share_tokens_among_ranks
 from dstrain.planning.watch import Watch
 from tests.support.launch import ROOT
@@ -40,13 +40,13 @@ def keep(name: str) -> list[int]:
         networks = system.networks()
     part, network = next(iter(networks.items()))
     network.to(torch.bfloat16)
-    prepare_blocks(network, system.blocks(), run.model.get("recompute", "none"))
+    wrap_block_forwards(network, system.blocks(), run.model.get("recompute", "none"))
     example = {name: value.to("meta") for name, value in system.encode(system.synthetic(1)).items()}
     present = [*example.values(), *network.parameters(), *network.buffers()]
     sizes = []
     for ranks in RANKS:
         with share_tokens_among_ranks(group.get_neighbour_group(ranks)):
-            sizes.append(count_kept_bytes(lambda: system.loss(part, networks, dict(example))["loss"], present))
+            sizes.append(count_activation_bytes(lambda: system.loss(part, networks, dict(example))["loss"], present))
     return sizes
 
 
@@ -71,7 +71,7 @@ def exchange(out: Path) -> None:
     """Counts what attention of 2 samples, 8 heads of 16 values and 64 tokens, exchanges on rank 0 of 4 of 8 ranks."""
     from dstrain.nn.attention import attend
 
-    with enter_fake_world(8), Watch() as watch, share_tokens_among_ranks(group.get_neighbour_group(4)):
+    with use_fake_ranks_and_tensors(8), Watch() as watch, share_tokens_among_ranks(group.get_neighbour_group(4)):
         query, key, value = (torch.randn(2, 8, 16, 16, requires_grad=True) for _ in range(3))
         attend(query, key, value, shared_stretches=1).sum().backward()
         calls = [(call.operation, call.count, call.bytes, call.ranks) for call in watch.pop_collectives()]

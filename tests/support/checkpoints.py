@@ -61,9 +61,9 @@ def lacking(folder: Path, name: str, value: torch.Tensor | None = None) -> None:
 
 def convert(tag: Path, universal: Path) -> None:
     """Makes a universal folder of a tag's folder, by DeepSpeed's own tool in this process."""
-    from dstrain.engine import prepare_environment
+    from dstrain.engine import set_deepspeed_environment
 
-    prepare_environment()
+    set_deepspeed_environment()
     from deepspeed.checkpoint import ds_to_universal
 
     ds_to_universal.main(

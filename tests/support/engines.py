@@ -8,7 +8,7 @@ from torch import nn
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import Networks
 from dstrain.engine.optimizers import Decays
-from dstrain.engine.settings import resolve_settings
+from dstrain.engine.settings import resolve_deepspeed_settings
 from dstrain.recipe import Run
 
 
@@ -16,7 +16,7 @@ def resolve(
     ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str, before: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Returns the settings of a recipe on `world` ranks."""
-    return resolve_settings(
+    return resolve_deepspeed_settings(
         ds_config,
         world,
         device_type,
@@ -24,7 +24,7 @@ def resolve(
         optimizer=run.optimizer,
         faults=run.faults,
         sequence=run.parallel.sequence,
-        before=before,
+        settings_at_start=before,
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.engine.blocks import prepare_blocks
+from dstrain.engine.blocks import wrap_block_forwards
 from dstrain.recipe import Samples
 from dstrain.systems.base import Request, System
 from tests.support import counting
@@ -185,7 +185,7 @@ def test_recompute(system, choice):
     for recompute in ("none", choice):
         nets = networks(system)
         for network in nets.values():
-            prepare_blocks(network, system.blocks(), recompute)
+            wrap_block_forwards(network, system.blocks(), recompute)
         example = system.encode(system.synthetic(2))
         for part in system.parts:
             system.loss(part, nets, example)["loss"].backward()

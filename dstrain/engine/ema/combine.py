@@ -62,7 +62,7 @@ def hash_snapshots(snapshots: Sequence[Snapshot]) -> str:
     return hashlib.blake2b(seals, digest_size=16).hexdigest()
 
 
-class Combined:
+class SnapshotCombiner:
     """Combines the averages of one part in several snapshots into averages of other widths, at the step of the last
     snapshot.
     """
@@ -85,39 +85,41 @@ class Combined:
             for snapshot in by_time.values()
         }
 
-    def solve(self, width: float) -> Solution:
+    def solve_for_width(self, width: float) -> Solution:
         """Returns the coefficients by which the averages in all snapshots are combined into an average of `width`.
         Raises ConfigError if even the best combination weights the steps of training too differently from the wanted
         average: if their profiles differ by more than 10 %.
         """
         if not self._time:
             return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
-        solution = self._find_solution(width)
+        solution = self._solve_and_normalise(width)
         if solution.misfit > MISFIT:
             own = {average.width for _, average in self._sources}
             steps = {number / 200 for number in range(1, 58)}  # 0.005, 0.01, ... up to the widest, 0.285
-            fits = sorted(filter(self.can_make, own | steps))
+            fits = sorted(filter(self.can_make_average, own | steps))
             raise ConfigError(
-                f"--ema {width}: the {len(self._fragments)} snapshots up to step {self._last.step} make no average of "
-                f"that width of {self.part}: the nearest misses its profile by {solution.misfit:.0%}. They make those "
-                f"from {fits[0]} to {fits[-1]}; more of them (ema.snapshots) would make others"
+                f"--ema {width}: the {len(self._fragments)} snapshots up to step {self._last_snapshot.step} make no "
+                f"average of that width of {self.part}: the nearest misses its profile by {solution.misfit:.0%}. They "
+                f"make those from {fits[0]} to {fits[-1]}; more of them (ema.snapshots) would make others"
             )
         return solution
 
-    def can_make(self, width: float) -> bool:
-        """Returns whether the snapshots can be combined into an average of this width; then `solve` does not raise."""
-        return not self._time or self._find_solution(width).misfit <= MISFIT
+    def can_make_average(self, width: float) -> bool:
+        """Returns whether the snapshots can be combined into an average of this width; then `solve_for_width` does not
+        raise.
+        """
+        return not self._time or self._solve_and_normalise(width).misfit <= MISFIT
 
-    def _find_solution(self, width: float) -> Solution:
+    def _solve_and_normalise(self, width: float) -> Solution:
         return solve_coefficients([average for _, average in self._sources], Average(self._time, width)).normalise()
 
     @property
-    def _last(self) -> Snapshot:
+    def _last_snapshot(self) -> Snapshot:
         return self._sources[-1][0]
 
-    def list_tensors(self) -> list[tuple[str, tuple[int, ...]]]:
+    def list_tensor_shapes(self) -> list[tuple[str, tuple[int, ...]]]:
         """Returns (name, shape) of each tensor of a combined average, in the order in which they are saved."""
-        fragments = self._fragments[self._last.path]
+        fragments = self._fragments[self._last_snapshot.path]
         return [
             (name, fragments.find_shape(name))
             for name in fragments.list_tensor_names(f"ema.{self._sources[-1][1].width!r}")
@@ -126,13 +128,13 @@ class Combined:
     @property
     def bytes_per_average(self) -> int:
         """Returns the size in bytes of one combined average, whose values are float32."""
-        return sum(4 * math.prod(shape) for _, shape in self.list_tensors())
+        return sum(4 * math.prod(shape) for _, shape in self.list_tensor_shapes())
 
-    def combine_values(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
+    def combine_in_chunks(self, solutions: Sequence[Solution], shares: dict[str, range]) -> Iterator[np.ndarray]:
         """Computes one average for each of W solutions. Yields chunks, float32 (W, n): the values of all W averages for
         n consecutive elements of one tensor.
 
-        solutions   the coefficients of each average, as `solve` returns them
+        solutions   the coefficients of each average, as `solve_for_width` returns them
         shares      {tensor's name: range of its elements to compute}; the chunks come in this order
         """
         coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
@@ -156,14 +158,16 @@ class Combined:
             done += span.nbytes
         return decode_floats(raw, fragments.dtype)
 
-    def write(self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int) -> list[dict[str, Any]]:
+    def write_averages(
+        self, paths: Sequence[Path], widths: Sequence[float], rank: int, world: int
+    ) -> list[dict[str, Any]]:
         """Writes this rank's share of combined averages into files: one path in `paths` for each of `widths`. Syncs the
         files to the disk. Returns {size, hash} of each file.
 
         Each of `world` ranks writes an equal share of every tensor. Rank 0 alone writes a tensor that has fewer
-        elements than there are ranks. Raises ConfigError if `solve` does.
+        elements than there are ranks. Raises ConfigError if `solve_for_width` does.
         """
-        solutions, shapes = [self.solve(width) for width in widths], dict(self.list_tensors())
+        solutions, shapes = [self.solve_for_width(width) for width in widths], dict(self.list_tensor_shapes())
         shares = {
             name: range(numel * rank // world, numel * (rank + 1) // world)
             for name, shape in shapes.items()
@@ -184,7 +188,7 @@ class Combined:
                 flat = ((key, "F32", [len(share)]) for key, (_, share) in keys.items())
                 metadata = {"part": self.part, "fragments": json.dumps(index, separators=(",", ":"))}
                 append_and_hash(number, render_safetensors_header(paths[number], flat, metadata))
-            for chunk in self.combine_values(solutions, shares):
+            for chunk in self.combine_in_chunks(solutions, shares):
                 for number, row in enumerate(chunk):
                     append_and_hash(number, row.tobytes())
             for file in files:

@@ -65,25 +65,31 @@ def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution
         np.array([solve_exponent(a.width) for a in averages]),
     )
     time, gamma = np.array([target.time]), np.array([solve_exponent(target.width)])
-    length = np.sqrt(_compute_inner_products(time, gamma, time, gamma).item())
+    length = np.sqrt(_compute_profile_products(time, gamma, time, gamma).item())
     lengths = np.sqrt(
-        np.diagonal(_compute_inner_products(times, gammas, times, gammas))
+        np.diagonal(_compute_profile_products(times, gammas, times, gammas))
     )  # unit profiles: better conditioned
-    products = _compute_inner_products(times, gammas, times, gammas) / np.outer(lengths, lengths)
-    cosines = _compute_inner_products(times, gammas, time, gamma)[:, 0] / (lengths * length)
+    products = _compute_profile_products(times, gammas, times, gammas) / np.outer(lengths, lengths)
+    cosines = _compute_profile_products(times, gammas, time, gamma)[:, 0] / (lengths * length)
     found = np.linalg.solve(products, cosines)
     misfit = np.sqrt(max(1 - 2 * cosines @ found + found @ products @ found, 0.0))
     return Solution((found * length / lengths).tolist(), float(misfit))
 
 
-def _compute_inner_products(t: np.ndarray, g: np.ndarray, u: np.ndarray, h: np.ndarray) -> np.ndarray:
+def _compute_profile_products(
+    times: np.ndarray, gammas: np.ndarray, other_times: np.ndarray, other_gammas: np.ndarray
+) -> np.ndarray:
     """Returns the inner products (N, M) of N profiles with M profiles. A profile says how much each time of training
     weighs in an average: in proportion to time^exponent, up to the time at which the average was taken. The inner
     product is the integral of two profiles' product.
 
-    t, g   times and exponents of the N profiles, (N,)
-    u, h   times and exponents of the M profiles, (M,)
+    times, gammas               times and exponents of the N profiles, (N,)
+    other_times, other_gammas   times and exponents of the M profiles, (M,)
     """
-    t, g = t[:, None], g[:, None]
-    powers = (g + h + 1) * np.log(np.minimum(t, u)) - (g + 1) * np.log(t) - (h + 1) * np.log(u)
-    return (g + 1) * (h + 1) / (g + h + 1) * np.exp(powers)
+    times, gammas = times[:, None], gammas[:, None]
+    powers = (
+        (gammas + other_gammas + 1) * np.log(np.minimum(times, other_times))
+        - (gammas + 1) * np.log(times)
+        - (other_gammas + 1) * np.log(other_times)
+    )
+    return (gammas + 1) * (other_gammas + 1) / (gammas + other_gammas + 1) * np.exp(powers)

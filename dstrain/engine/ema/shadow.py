@@ -44,14 +44,14 @@ class EmaShadow:
         }
 
     @torch.no_grad()
-    def reset(self) -> None:
+    def reset_to_masters(self) -> None:
         """Sets every average to the present masters and its number of updates to 0, as before the first step."""
         for part, shadows in self.flats.items():
-            self._copy_masters(part, shadows)
+            self._copy_masters_to_averages(part, shadows)
             self._restart_counters(part, 0)
 
     @torch.no_grad()
-    def update(self, step: int, applied: Mapping[str, Flag]) -> None:
+    def update_averages(self, step: int, applied: Mapping[str, Flag]) -> None:
         """Updates the averages of the parts in `applied` with the weights that optimizer step `step` has made. The
         averages of other parts stay.
 
@@ -73,7 +73,7 @@ class EmaShadow:
                 for average, master in zip(shadow, self._masters[part].flats):
                     average.lerp_(master.detach(), weight)
 
-    def list_counters(self, part: str) -> dict[str, Any]:
+    def collect_counters(self, part: str) -> dict[str, Any]:
         """Returns {"averages": {"widths", "began", "updates"}} for a checkpoint, on those averages of a part that are
         named by width: their widths, the step at which they began, and how often the part was updated since. Returns {}
         if the part has no such averages.
@@ -84,7 +84,7 @@ class EmaShadow:
         return {"averages": {"widths": list(self._powers), "began": self.began, "updates": updates}}
 
     @torch.no_grad()
-    def resume_averages(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
+    def resume_or_restart_averages(self, part: str, counters: dict[str, Any] | None, step: int) -> bool:
         """Restores the counters of those averages of a part that are named by width. `counters` are what a checkpoint
         of `step` holds of them, or None. Returns True, also for a part without such averages.
 
@@ -97,11 +97,11 @@ class EmaShadow:
             self.began = counters["began"]
             self._updates[part].fill_(counters["updates"])
         else:
-            self._copy_masters(part, {width: self.flats[part][width] for width in self._powers})
+            self._copy_masters_to_averages(part, {width: self.flats[part][width] for width in self._powers})
             self._restart_counters(part, step)
         return goes_on
 
-    def _copy_masters(self, part: str, shadows: dict[float, list[Tensor]]) -> None:
+    def _copy_masters_to_averages(self, part: str, shadows: dict[float, list[Tensor]]) -> None:
         for shadow in shadows.values():
             torch._foreach_copy_(shadow, [flat.detach() for flat in self._masters[part].flats])
 
@@ -111,21 +111,22 @@ class EmaShadow:
             self._updates[part].zero_()
 
     @contextmanager
-    def use_averages(self, name: float | None = None) -> Iterator[None]:
+    def use_averages(self, decay_or_width: float | None = None) -> Iterator[None]:
         """Inside the block, the networks have the averages as their weights; afterwards they have the training weights
         again, bit for bit.
 
-        `name` is one of the configured decays and widths; None takes the first. All ranks enter and leave the block
-        together. A part without averages keeps its training weights. Raises ConfigError if there is no such average.
+        `decay_or_width` is one of the configured decays and widths; None takes the first. All ranks enter and leave the
+        block together. A part without averages keeps its training weights. Raises ConfigError if there is no such
+        average.
         """
         with ExitStack() as stack:
             for part, shadows in self.flats.items():
                 if shadows:
-                    chosen = next(iter(shadows)) if name is None else name
+                    chosen = next(iter(shadows)) if decay_or_width is None else decay_or_width
                     if chosen not in shadows:
                         raise ConfigError(
-                            f"no EMA of decay or width {name}; the recipe's section ema has "
+                            f"no EMA of decay or width {decay_or_width}; the recipe's section ema has "
                             f"{', '.join(map(str, shadows))}"
                         )
-                    stack.enter_context(self._masters[part].compute_with_flats(shadows[chosen]))
+                    stack.enter_context(self._masters[part].use_flats_as_weights(shadows[chosen]))
             yield

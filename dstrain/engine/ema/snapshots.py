@@ -67,22 +67,22 @@ class Averages:
             part: [
                 (f"ema.{width!r}", fragment, view)
                 for width in self._ema.profiles
-                for fragment, view in self._masters[part].list_own_views(shadows[width])
+                for fragment, view in self._masters[part].iterate_views_to_save(shadows[width])
             ]
             for part, shadows in self._shadow.flats.items()
         }
         dtype = {"fp32": "F32", "bf16": "BF16"}[self._ema.snapshot_precision]
 
-        def write(folder: Path, entries: Entries) -> Hashes:
+        def write_rank_files(folder: Path, entries: Entries) -> Hashes:
             if group.rank() == 0:
-                validate.write_common(folder, common)
+                validate.write_common_file(folder, common)
             names = {part: make_shard_file_name(part, group.rank(), group.world()) for part in entries}
             return {
                 name: write_shard(folder / name, entries[part], {"part": part}, dtype) for part, name in names.items()
             }
 
         nbytes = sum(4 * view.numel() for own in entries.values() for _, _, view in own)
-        self.saver.save(step, entries, write, need_bytes=nbytes + (1 << 20), score=None, last=wait)
+        self.saver.save(step, entries, write_rank_files, need_bytes=nbytes + (1 << 20), score=None, last=wait)
 
     def set_newer_steps_aside(self, after: int) -> None:
         """Renames the snapshots of all steps after step `after`, so that they no longer count: the run will take these

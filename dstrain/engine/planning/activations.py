@@ -17,27 +17,27 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 
-def count_kept_bytes(loss: Callable[[], Tensor], present: Iterable[Tensor]) -> int:
-    """Returns the bytes of memory that the forward pass `loss` keeps for its backward pass. The storages of the tensors
-    `present`, such as weights and inputs, are not counted.
+def count_activation_bytes(compute_loss: Callable[[], Tensor], existing_tensors: Iterable[Tensor]) -> int:
+    """Returns the bytes of memory that the forward pass `compute_loss` keeps for its backward pass. The storages of the
+    tensors `existing_tensors`, such as weights and inputs, are not counted.
 
     Tensors may be on the meta device. Attention runs by fused kernels, as on a GPU in 16 bits.
     """
-    before = {tensor.untyped_storage()._cdata for tensor in present}
+    before = {tensor.untyped_storage()._cdata for tensor in existing_tensors}
     with _Storages() as storages, Fused():
-        value = loss()  # holds the graph
+        value = compute_loss()  # holds the graph
     gc.collect()
     live = sum(size for key, (storage, size) in storages.made.items() if key not in before and not storage.expired())
     del value
     return live
 
 
-def count_flops(loss: Callable[[], Tensor]) -> int:
-    """Returns the number of floating-point operations of the forward pass `loss` and of its backward pass, by torch's
-    counter. Attention is counted as its two matrix products.
+def count_flops(compute_loss: Callable[[], Tensor]) -> int:
+    """Returns the number of floating-point operations of the forward pass `compute_loss` and of its backward pass, by
+    torch's counter. Attention is counted as its two matrix products.
     """
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        loss().backward()
+        compute_loss().backward()
     return counter.get_total_flops()
 
 
@@ -66,13 +66,13 @@ class Fused:
     """
 
     def __enter__(self) -> None:
-        self._own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _attend_fused
+        self._own, F.scaled_dot_product_attention = F.scaled_dot_product_attention, _run_fused_attention
 
     def __exit__(self, *_: Any) -> None:
         F.scaled_dot_product_attention = self._own
 
 
-def _attend_fused(
+def _run_fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

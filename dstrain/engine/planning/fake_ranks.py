@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dstrain.distributed import group
 from dstrain.engine.engines import Engines
 from dstrain.engine.initial import Networks, Values, place_weights_on_meta
-from dstrain.engine.patches import forget_groups_at_end, import_deepspeed, prepare_for_fake_tensors
+from dstrain.engine.patches import forget_process_groups_at_end, import_deepspeed, patch_deepspeed_for_fake_tensors
 
 
 @contextmanager
-def enter_fake_world(world: int) -> Iterator[None]:
+def use_fake_ranks_and_tensors(world: int) -> Iterator[None]:
     """Inside the block, this process is rank 0 of `world` ranks and its tensors are fake. Another block with another
     `world` may follow. The environment variables of rank and world size, and the changes to DeepSpeed for fake tensors,
     stay after the block.
@@ -37,11 +37,11 @@ def enter_fake_world(world: int) -> Iterator[None]:
     deepspeed = import_deepspeed()
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    prepare_for_fake_tensors()
+    patch_deepspeed_for_fake_tensors()
     asked = torch.cuda.is_available
     found = asked()
     dist.init_process_group("fake", rank=0, world_size=world, store=FakeStore())
-    with forget_groups_at_end():
+    with forget_process_groups_at_end():
         try:
             # Fake tensors ask at each operation, and each answer loads a library.
             torch.cuda.is_available = lambda: found
@@ -62,7 +62,7 @@ class _Zeros(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         aten = torch.ops.aten
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return _make_zero(args[0])
+            return _make_zero_of_dtype(args[0])
         if func is aten.nonzero.default and isinstance(args[0], FakeTensor):
             return torch.empty((0, args[0].ndim), dtype=torch.int64, device=args[0].device)
         if func is aten._unique2.default and isinstance(args[0], FakeTensor):  # of none, where they are selected
@@ -110,7 +110,7 @@ _VIEWS = frozenset(
 )
 
 
-def _make_zero(tensor: torch.Tensor) -> bool | int | float:
+def _make_zero_of_dtype(tensor: torch.Tensor) -> bool | int | float:
     return False if tensor.dtype == torch.bool else 0.0 if tensor.dtype.is_floating_point else 0
 
 

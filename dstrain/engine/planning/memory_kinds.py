@@ -28,22 +28,24 @@ OFFLOADED = {
 }
 
 
-def count_saved_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
+def count_checkpoint_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> int:
     """Returns the number of bytes of the tensors that this rank writes into a checkpoint: masters, moments, averages
     and frozen weights.
     """
     kinds = [
-        (own, [own.flats, *map(own.read_moments, own.moment_kinds), *ema.flats.get(part, {}).values()])
+        (own, [own.flats, *map(own.get_moments_in_fp32, own.moment_kinds), *ema.flats.get(part, {}).values()])
         for part, own in masters.items()
     ]
-    total = sum(view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.list_own_views(flats))
+    total = sum(
+        view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.iterate_views_to_save(flats)
+    )
     for own in masters.values():
-        total += sum(codes.nbytes for *_, codes in own.list_coded_moments_to_save())
-        total += sum(4 * values.numel() for _, values in own.list_frozen_to_save())
+        total += sum(codes.nbytes for *_, codes in own.iterate_8bit_moments_to_save())
+        total += sum(4 * values.numel() for _, values in own.iterate_frozen_weights_to_save())
     return total
 
 
-def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
+def iterate_tensors_kept_between_steps(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterator[tuple[str, Tensor]]:
     """Yields (kind, tensor) of the tensors that stay in memory from step to step. If several tensors share a storage,
     the kind of the first counts.
 
@@ -79,7 +81,7 @@ def list_kept_tensors(masters: Mapping[str, Masters], ema: EmaShadow) -> Iterato
     yield from (("average", flat) for flat in tree_leaves(ema.flats))
 
 
-def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
+def iterate_allocating_methods(masters: Masters) -> Iterator[tuple[Any, str, str]]:
     """Yields (object, name of its method, kind) for the methods of DeepSpeed that allocate tensors of one kind: weights
     gathered at stage 3 (gathered), or else buffers in which gradients are reduced (buckets).
     """
@@ -90,18 +92,18 @@ def list_tensor_makers(masters: Masters) -> Iterator[tuple[Any, str, str]]:
         yield zero, "setup_buckets", "buckets"
 
 
-def list_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
+def iterate_gradients(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
     """Yields the tensors that hold gradients until the optimizer's step or the next micro-batch."""
     for own in masters.values():
         zero, engine = own.engine.optimizer, own.engine
         held: list[Any] = [getattr(zero, name, None) for name in ("all_grad_tensors", "grad_partitions_flat_buffer")]
         held += [list(pieces) for pieces in getattr(zero, "averaged_gradients", {}).values() if pieces is not None]
         held += [weight.grad for weight in chain(engine.module.parameters(), own.flats)]
-        held += [list(engine.wide_sums.list_sums())] if getattr(engine, "wide_sums", None) else []
+        held += [list(engine.wide_sums.get_sums())] if getattr(engine, "wide_sums", None) else []
         yield from (value for value in tree_leaves(held) if isinstance(value, Tensor))
 
 
-def list_secondary_weights(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
+def iterate_secondary_weight_copies(masters: Mapping[str, Masters]) -> Iterator[Tensor]:
     """Returns an iterator over the second copies of weights that ZeRO++ keeps. It is empty where ZeRO++ is not used."""
     weights = chain.from_iterable(own.engine.module.parameters() for own in masters.values())
     copies = (getattr(weight, "ds_secondary_tensor", None) for weight in weights)

@@ -17,7 +17,7 @@ import torch
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.engine.settings import read_precision
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
 from dstrain.tracking.flops import count_step_flops, measure_matmul_rate
@@ -36,7 +36,7 @@ Figures = dict[str, float]
 
 def compare(jobs: Iterable[tuple[Run, dict[str, Any]]]) -> list[Figures]:
     """Times all sides under each pair of a recipe and resolved settings; prints and returns the figures by name."""
-    start_group()
+    start_process_group()
     keep_memory()
     figures = []
     for run, settings in jobs:

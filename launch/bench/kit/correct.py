@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run, Save
 from kit import jobs
@@ -62,7 +62,7 @@ class Trial:
         values = {f"system/{name}": value.clone() for name, value in self.system.state_dict().items()}
         return values | {
             f"{part}/{kind}/{fragment.name}": value.clone()
-            for part, entries in self.saves._list_fragments_to_save().items()
+            for part, entries in self.saves._collect_fragments_to_save().items()
             for kind, fragment, value in entries
         }
 
@@ -159,7 +159,7 @@ def _begin(deterministic: bool = True) -> None:
     torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = False
     torch.backends.cudnn.allow_tf32 = False
-    start_group()
+    start_process_group()
 
 
 def _differ(ours: State, theirs: State) -> int:
@@ -180,7 +180,7 @@ class _Averages:
     def after(self, trial: Trial, number: int) -> Losses:
         """The losses of one step, after which the averages follow."""
         losses = trial.trained.step(number)
-        applied, ema = trial.trained.engines.collect_applied_flags(), trial.trained.run.ema
+        applied, ema = trial.trained.engines.collect_update_flags(), trial.trained.run.ema
         for part, by_decay in self.shadows.items():
             for decay, shadow in by_decay.items() if applied.get(part) else ():
                 keep = ema.compute_effective_decay(decay, number)

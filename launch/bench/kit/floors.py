@@ -21,7 +21,7 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.masters import Masters
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.engine.updates import Flag
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Ema, Save
@@ -56,7 +56,7 @@ def stall(record: Record, stage: int) -> None:
     with tempfile.TemporaryDirectory(prefix="dstrain-kit-") as folder:
         lines: list[str] = []
         saves = Checkpoints(Path(folder), trained.engines, trained.ema, trained.system, Save(), lines.append)
-        values = [value for entries in saves._list_fragments_to_save().values() for _, _, value in entries]
+        values = [value for entries in saves._collect_fragments_to_save().values() for _, _, value in entries]
         size = 4 * sum(value.numel() for value in values)
         target = torch.empty(max(value.numel() for value in values), pin_memory=group.device().type == "cuda")
         copy = min(
@@ -119,7 +119,7 @@ def ema_beside_copy(masters: Masters | Flats, elements: int = 2**24, rounds: int
     copies = [flat.clone() for flat in live]
     applied = {"part": Flag(torch.ones((), device=live[0].device))}
     works = {
-        "EMA": lambda: averages.update(1, applied),
+        "EMA": lambda: averages.update_averages(1, applied),
         "copy": lambda: [copy.copy_(flat) for copy, flat in zip(copies, live)],
     }
 
@@ -139,7 +139,7 @@ def ema_beside_copy(masters: Masters | Flats, elements: int = 2**24, rounds: int
 
 def _trained(record: Record, stage: int) -> tuple[Dstrain, float]:
     """DiT-XL/2 on a small batch, and the rate of copies in bytes a second."""
-    start_group()
+    start_process_group()
     rate = copy_rate(group.device(), 2**20 if record.dry else 0)
     run = jobs.published("DiT-XL/2", record.dry, ["batch.global=4", "optimizer.clip=0"])
     system = system_of(run)

@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.commands.job import load_checked_recipe
 from dstrain.distributed import group
-from dstrain.engine.settings import resolve_settings
+from dstrain.engine.settings import resolve_deepspeed_settings
 from dstrain.recipe import Run
 
 # With an adversary, these keep what rounding changes small; the recipes' own rates let it grow to a share of the loss.
@@ -142,6 +142,6 @@ def settings(run: Run, stage: int, precision: str, **zero: Any) -> dict[str, Any
         content["fp16"] = {"enabled": True, "initial_scale_power": 8}
     elif precision == "bf16":
         content["bf16"] = {"enabled": True}
-    return resolve_settings(
+    return resolve_deepspeed_settings(
         content, 1, group.device().type, batch=run.batch, optimizer=run.optimizer, faults=run.faults
     )

@@ -17,7 +17,7 @@ from dstrain.distributed import group
 from dstrain.encoders.autoencoder import Autoencoder, encode_posterior
 from dstrain.encoders.precision import Precision, choose_weight_dtype, find_precision_problem, use_precision
 from dstrain.engine.initial import build_networks
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
 from dstrain.runs.trained import build_loaded_networks
@@ -36,7 +36,7 @@ States = dict[str, dict[str, Tensor]]  # of weights, by part
 
 def gradients(record: Record, system: str, most: float) -> None:
     """The gradient of each network's loss, from that in float64 on the CPU. `most`: how far it may be in fp32."""
-    start_group()
+    start_process_group()
     run = jobs.small(system, ["compile=off"])
     states, batch = _weights(systems.build(run.system, run.model), run), next(_batches(run, 8))
     exact = _gradients(run, states, batch, torch.float64, torch.device("cpu"))
@@ -54,7 +54,7 @@ def gradients(record: Record, system: str, most: float) -> None:
 
 def draw(record: Record, num: int = 64, steps: int = 20) -> None:
     """DiT-XL/2 with guidance, as launch/generate.py draws."""
-    start_group()
+    start_process_group()
     run = jobs.published("DiT-XL/2", record.dry, ["samples.sampler=ddim"])
     num, steps = (2, 2) if record.dry else (num, steps)
     system, device = systems.build(run.system, run.model), group.device()
@@ -88,7 +88,7 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
 
 def encode(record: Record, num: int = 64) -> None:
     """The first stage of DiT's recipes, as launch/encode.py and training online encode."""
-    start_group()
+    start_process_group()
     num, side = (2, 32) if record.dry else (num, 256)
     key = rng.keys(0, 0, torch.arange(num)).to(group.device())
     image = rng.uniform(key, "image", (3, side, side)) * 2 - 1

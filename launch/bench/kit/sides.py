@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dstrain import systems
 from dstrain.distributed import group
-from dstrain.engine.blocks import prepare_blocks, should_compile
+from dstrain.engine.blocks import should_compile, wrap_block_forwards
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.initial import build_networks
 from dstrain.planning.synthetic import NoTracker, Repeated
@@ -39,7 +39,7 @@ class Dstrain:
     def step(self, number: int) -> Losses:
         """The losses of each network, one a micro-batch."""
         losses = take_step(number, self.run, self.system, self.engines, self.batches, NoTracker())
-        self.ema.update(number, self.engines.collect_applied_flags())
+        self.ema.update_averages(number, self.engines.collect_update_flags())
         return losses
 
 
@@ -94,7 +94,7 @@ class Plain:
         module.load_state_dict(dict(values()), strict=False, assign=True)
         nhwc = run.channels_last and all(weight.ndim < 5 for weight in module.parameters())  # of images alone
         module.to(group.device(), memory_format=torch.channels_last if nhwc else torch.preserve_format)
-        prepare_blocks(module, self.system.blocks(), run.model["recompute"], should_compile(run.compile))
+        wrap_block_forwards(module, self.system.blocks(), run.model["recompute"], should_compile(run.compile))
         weights = list(module.parameters())
         masters = [nn.Parameter(weight.detach().clone()) for weight in weights] if dtype != torch.float32 else weights
         for weight in weights if dtype != torch.float32 else ():

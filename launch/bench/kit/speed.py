@@ -12,7 +12,7 @@ import torch
 
 from dstrain.distributed import group
 from dstrain.engine.settings import read_precision as precision_of
-from dstrain.engine.start import start_group
+from dstrain.engine.start import start_process_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
@@ -64,7 +64,7 @@ def beside(
         if not overrides:  # what is published must be accepted
             raise
         return record.left_out(error.problems[0])
-    start_group()
+    start_process_group()
     system, first = system_of(run), run.steps // 2  # by then an adversary has joined
     batches = Repeated(system, settings["train_micro_batch_size_per_gpu"], settings["gradient_accumulation_steps"])
     flops = count_step_flops(system, run.batch.global_, first)

@@ -24,7 +24,7 @@ class Flats:
             flat.copy_(torch.arange(len(flat)) + 10.0 * number + step**2)
 
     @contextmanager
-    def compute_with_flats(self, values: list[torch.Tensor]):
+    def use_flats_as_weights(self, values: list[torch.Tensor]):
         self.shown = values
         yield
         self.shown = []
@@ -33,7 +33,10 @@ class Flats:
 def test_a_part_without_averages_goes_on():
     """Oracle: by hand: what keeps no averages by width lacks none of them in a checkpoint; another part does."""
     shadow = EmaShadow({"one": Flats(3), "plain": Flats(2)}, Ema(profiles=(0.05, 0.1), snapshots=5), ("one",))
-    assert shadow.resume_averages("plain", None, 7) is True and shadow.resume_averages("one", None, 7) is False
+    assert (
+        shadow.resume_or_restart_averages("plain", None, 7) is True
+        and shadow.resume_or_restart_averages("one", None, 7) is False
+    )
 
 
 @pytest.mark.parametrize("warmup", [False, True])
@@ -54,7 +57,7 @@ def test_update(warmup):
         applied = {"one": step != 4, "two": step > 5}
         for flats in masters.values():
             flats.step(step)
-        shadow.update(
+        shadow.update_averages(
             step,
             {part: Flag(torch.tensor(float(flag)) if step % 2 else flag) for part, flag in applied.items()}
             if step != 8
@@ -87,7 +90,7 @@ def test_profiles():
         for flats in masters.values():
             flats.step(step)
         parts = {"one", "two"} if step != 8 else {"two"}
-        shadow.update(
+        shadow.update_averages(
             step,
             {
                 part: Flag(torch.tensor(float(flag)) if step % 2 else flag)
@@ -105,8 +108,8 @@ def test_profiles():
             for number, flat in enumerate(shadow.flats[part][width]):
                 sums = [sum(share * flats[number][i] for share, flats in zip(shares, seen)) for i in range(len(flat))]
                 assert flat.tolist() == pytest.approx(sums, rel=1e-5)
-        assert shadow.list_counters(part) == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": len(seen)}}
-    assert EmaShadow(masters, Ema(), ("one",)).list_counters("one") == {}
+        assert shadow.collect_counters(part) == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": len(seen)}}
+    assert EmaShadow(masters, Ema(), ("one",)).collect_counters("one") == {}
 
 
 def test_an_average_goes_on_or_begins_anew():
@@ -125,21 +128,21 @@ def test_an_average_goes_on_or_begins_anew():
         for step in range(first, first + STEPS):
             masters["one"].step(step)
             for shadow in shadows:
-                shadow.update(step, {"one": Flag(True)})
+                shadow.update_averages(step, {"one": Flag(True)})
 
     whole = make(0.05, 0.2)
     train(whole, first=0)
-    saved = whole.list_counters("one")["averages"] | {"began": 3}
+    saved = whole.collect_counters("one")["averages"] | {"began": 3}
     for widths, goes_on in (((0.05, 0.2), True), ((0.2,), True), ((0.2, 0.1), False), ((0.1,), False)):
         again, before = make(*widths), values(whole, 0.2)
         for name in again.flats["one"]:
             for flat, kept in zip(again.flats["one"][name], whole.flats["one"].get(name, masters["one"].flats)):
                 flat.copy_(kept + (0 if name in whole.flats["one"] else 1))
         decayed = values(again, 0.9)
-        assert again.resume_averages("one", saved, 17) is goes_on
-        assert values(again, 0.9) == decayed and again.list_counters("two")["averages"]["updates"] == 0
+        assert again.resume_or_restart_averages("one", saved, 17) is goes_on
+        assert values(again, 0.9) == decayed and again.collect_counters("two")["averages"]["updates"] == 0
         counted = {"widths": list(widths), "began": 3 if goes_on else 17, "updates": STEPS if goes_on else 0}
-        assert again.list_counters("one") == {"averages": counted}
+        assert again.collect_counters("one") == {"averages": counted}
         if goes_on:
             assert values(again, 0.2) == before
         else:
@@ -147,12 +150,12 @@ def test_an_average_goes_on_or_begins_anew():
     followed = make(0.2)
     for flat, kept in zip(followed.flats["one"][0.2], whole.flats["one"][0.2]):
         flat.copy_(kept)
-    followed.resume_averages("one", saved, 17)
+    followed.resume_or_restart_averages("one", saved, 17)
     train(whole, followed, first=STEPS)
     assert values(followed, 0.2) == values(whole, 0.2)
     masters["one"].step(40)
-    whole.reset()
-    assert whole.list_counters("one") == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": 0}}
+    whole.reset_to_masters()
+    assert whole.collect_counters("one") == {"averages": {"widths": [0.05, 0.2], "began": 0, "updates": 0}}
     assert values(whole, 0.05) == values(whole, 0.9) == [flat.tolist() for flat in masters["one"].flats]
 
 
@@ -161,7 +164,7 @@ def test_reset_and_what_is_shown():
     masters = {"one": Flats(3), "two": Flats(2)}
     shadow = EmaShadow(masters, Ema(decays=(0.9, 0.5)), ("one",))
     masters["one"].step(3)
-    shadow.reset()
+    shadow.reset_to_masters()
     masters["one"].step(5)
     for flats in shadow.flats["one"].values():
         assert flats[0].tolist() == [9.0, 10.0, 11.0]

@@ -10,7 +10,7 @@ from dstrain.checkpoint.fragments import Shards
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.commands.reconstruct import ReconstructOptions, list_usable_snapshots, make_averages
 from dstrain.engine.checkpoint import read_weights
-from dstrain.engine.ema.combine import Combined
+from dstrain.engine.ema.combine import SnapshotCombiner
 from dstrain.recipe import ConfigError
 from tests.engine.ema import check_snapshots
 from tests.engine.ema.check_snapshots import CASES, DIRECT, EVERY, HALF, LAST, PARTS, SAVED, WIDE, Trial, seals
@@ -63,12 +63,12 @@ def test_few_snapshots(trained):
     run = trained / "fp32-0"
     truth = torch.load(run / "truth.pt")
     for part in PARTS:
-        combined = Combined(list_usable_snapshots(run, None)[4::5], part)
+        combined = SnapshotCombiner(list_usable_snapshots(run, None)[4::5], part)
         solution, shares = (
-            combined.solve(WIDE),
-            {name: range(math.prod(shape)) for name, shape in combined.list_tensors()},
+            combined.solve_for_width(WIDE),
+            {name: range(math.prod(shape)) for name, shape in combined.list_tensor_shapes()},
         )
-        chunks = zip(shares, combined.combine_values([solution], shares), strict=True)
+        chunks = zip(shares, combined.combine_in_chunks([solution], shares), strict=True)
         values = flat({name: torch.from_numpy(chunk[0]) for name, chunk in chunks})
         direct, weights = truth["direct"][part, WIDE], truth["weights"][part]
         error = (values - direct).norm() / (direct - weights).norm()
@@ -81,9 +81,12 @@ def test_ranks_share_the_work(trained):
     for width in (0.075, 0.15):
         path = run / "reconstructed" / repr(width) / f"step_{HALF:08d}"
         for part in PARTS:
-            combined = Combined(list_usable_snapshots(run, HALF), part)
-            shares = {name: range(math.prod(shape)) for name, shape in combined.list_tensors()}
-            whole = [torch.from_numpy(chunk[0]) for chunk in combined.combine_values([combined.solve(width)], shares)]
+            combined = SnapshotCombiner(list_usable_snapshots(run, HALF), part)
+            shares = {name: range(math.prod(shape)) for name, shape in combined.list_tensor_shapes()}
+            whole = [
+                torch.from_numpy(chunk[0])
+                for chunk in combined.combine_in_chunks([combined.solve_for_width(width)], shares)
+            ]
             state = read_weights(path, part, f"ema.{width!r}")
             assert all(torch.equal(state[name].flatten(), values) for name, values in zip(shares, whole, strict=True))
             sizes = [
@@ -214,5 +217,5 @@ def test_half_precision(tmp_path):
         for folder in runs.values()
     )
     assert 0 < (half - whole).norm() < 2**-8 * whole.norm()
-    part = Combined(list_usable_snapshots(runs["bf16"], None), "a")
-    assert abs(sum(part.solve(0.075).coefficients) - 1) < 1e-3
+    part = SnapshotCombiner(list_usable_snapshots(runs["bf16"], None), "a")
+    assert abs(sum(part.solve_for_width(0.075).coefficients) - 1) < 1e-3

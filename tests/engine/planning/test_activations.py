@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dstrain.engine.blocks import prepare_blocks
-from dstrain.engine.planning.activations import _attend_fused, count_flops, count_kept_bytes
+from dstrain.engine.blocks import wrap_block_forwards
+from dstrain.engine.planning.activations import _run_fused_attention, count_activation_bytes, count_flops
 from dstrain.nn.tokens import Attention, Mlp
 
 B, N, D, H, DEPTH = 2, 8, 16, 24, 3  # samples, tokens, widths, blocks
@@ -21,12 +21,12 @@ def counted(block, recompute):
     with torch.device("meta"):
         network = nn.Sequential(*(block() for _ in range(DEPTH)))
         x = torch.empty(B, N, D, requires_grad=True)
-    prepare_blocks(network, (type(network[0]),), recompute)
+    wrap_block_forwards(network, (type(network[0]),), recompute)
 
     def loss():
         return network(x).sum()
 
-    return count_kept_bytes(loss, [x, *network.parameters()]), count_flops(loss)
+    return count_activation_bytes(loss, [x, *network.parameters()]), count_flops(loss)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_masks_of_fused_attention():
         q, k, v = (torch.empty(B, 2, N, 8) for _ in range(3))
         allowed = torch.empty(B, 1, N, N, dtype=torch.bool)
         for mask in (None, allowed, torch.empty(B, 1, 1, N)):
-            assert _attend_fused(q, k, v, mask).shape == F.scaled_dot_product_attention(q, k, v, mask).shape
+            assert _run_fused_attention(q, k, v, mask).shape == F.scaled_dot_product_attention(q, k, v, mask).shape
     seen = []
 
     class Masks(TorchDispatchMode):
@@ -82,6 +82,6 @@ def test_masks_of_fused_attention():
     q = torch.ones(1, 1, 4, 8)
     added = torch.tensor([0.5, -1.0, 0.0, 2.0])
     with Masks():
-        _attend_fused(q, q, q, kept_ones)
-        _attend_fused(q, q, q, added)
+        _run_fused_attention(q, q, q, kept_ones)
+        _run_fused_attention(q, q, q, added)
     assert seen[0][0, 0].tolist() == [[0.0, -math.inf, 0.0, 0.0]] * 4 and seen[1][0, 0].tolist() == [added.tolist()] * 4

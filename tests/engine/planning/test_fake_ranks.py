@@ -8,11 +8,11 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from dstrain.distributed import group
-from dstrain.engine.planning.fake_ranks import enter_fake_world
+from dstrain.engine.planning.fake_ranks import use_fake_ranks_and_tensors
 
 
 def values() -> None:
-    with enter_fake_world(4):
+    with use_fake_ranks_and_tensors(4):
         x, whole, mask = torch.ones(5, 3), torch.ones(4, dtype=torch.int32), torch.ones(5, dtype=torch.bool)
         assert isinstance(x, FakeTensor)
         for tensor, zero in ((x.sum(), 0.0), (whole[0], 0), (mask.any(), False), (x.double().mean(), 0.0)):
@@ -38,7 +38,7 @@ def worlds() -> None:
 
     linear = nn.functional.linear
     for world in (8, 1, 3):
-        with enter_fake_world(world):
+        with use_fake_ranks_and_tensors(world):
             assert (dist.get_rank(), dist.get_world_size(), group.rank(), group.world()) == (0, world, 0, world)
             assert dist.get_backend() == "fake" and comm.get_world_size() == world
             named = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")}

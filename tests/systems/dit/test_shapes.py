@@ -6,7 +6,7 @@ from diffusers import DiTTransformer2DModel
 from diffusers.models.embeddings import Timesteps, get_2d_sincos_pos_embed
 
 from dstrain import rng, systems
-from dstrain.engine.blocks import prepare_blocks
+from dstrain.engine.blocks import wrap_block_forwards
 from dstrain.nn.positions import make_sincos_positions
 from dstrain.recipe import ConfigError, Samples
 from dstrain.sampling.draw import draw_all_samples
@@ -103,7 +103,7 @@ def test_learns_from_every_shape(objective, recompute):
     ones."""
     system = build(sizes=SHAPES, objective=objective)
     plain, nets = network(1), network(1)
-    prepare_blocks(nets, (Block,), recompute)
+    wrap_block_forwards(nets, (Block,), recompute)
     for wide, high in SHAPES:
         example = system.encode(batch_of(wide, high))
         one = system.loss("denoiser", {"denoiser": nets}, example)["loss"]
@@ -128,7 +128,7 @@ def test_a_graph_for_each_number_of_tokens(monkeypatch):
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: compile_(function, backend=count, **options))
     plain, compiled = network(2), network(2)
-    prepare_blocks(compiled, (Block,), compiled=True)
+    wrap_block_forwards(compiled, (Block,), compiled=True)
     for wide, high in SHAPES * 2:
         x, t, y = torch.randn(2, 1, high, wide), torch.tensor([3, 400]), torch.tensor([1, 9])
         results = [net(x, t, y) for net in (plain, compiled)]
