@@ -490,7 +490,7 @@ def measure_quality(training: Training, done: int) -> float | None:
             figures = training.quality.measure(training.engines.modules, training.micro)
         scores |= {name if average == first else f"ema_{average:g}/{name}": value for name, value in figures.items()}
     training.tracker.report_scores(done, scores, kind="metrics")
-    return training.quality.score(scores)
+    return training.quality.compute_score(scores)
 
 
 def is_due(interval: int, done: int, last: bool = False) -> bool:

@@ -396,7 +396,7 @@ def _read_records_of_other_parts(
     others = {}
     for number in _list_shards_of_part(encoding, None):
         path = options.out / shards.name_shard(number)
-        facts = None if number in records else shards.read_header_metadata(path)
+        facts = None if number in records else shards.read_unverified_metadata(path)
         if facts is not None and _is_expected_shard(facts, encoding, number):
             others[number] = shards.make_shard_record(path, facts)
     return others

@@ -25,7 +25,7 @@ from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.decode.pixels import FORMATS, open_image
-from dstrain.data.open import BuiltinData, make_request, open_sources, open_split
+from dstrain.data.open import BuiltinData, make_data_request, open_sources, open_split
 from dstrain.data.source import Source
 from dstrain.data.sources.images import Images, fetch_encoded_file, open_images
 from dstrain.data.views import Spread
@@ -264,7 +264,7 @@ def _open_evaluation_data(path: str, split: str | None, run: Run, classes: int) 
             split=places[1],
             held_out_path=places[2],
             draft=data.draft,
-            request=make_request(data),
+            request=make_data_request(data),
             sizes=data.size_conditions,
         )
     if labelled and not source.classes:

@@ -173,7 +173,7 @@ class Batches(AbstractContextManager):
         self._release.atexit = False
         atexit.register(self._release)
         host = self._iterate_prefetched_batches(reader, semaphores)
-        self._batches = _copy_batches_ahead(host, self.device) if self.device.type == "cuda" else host
+        self._batches = _copy_batches_to_device_ahead(host, self.device) if self.device.type == "cuda" else host
 
     def _iterate_prefetched_batches(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
         """Yields the batches of `reader`, in host memory, and fetches ahead. Before it yields a batch, it has fetched
@@ -311,7 +311,7 @@ class _Stream:
         name, count = self.source.chance_name, self.source.chance_count
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
-    def _find_indices_and_keys(self, stream: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
+    def _find_indices_and_keys(self, stream_positions: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
         """Finds the samples of a micro-batch, given as a range of positions in the endless stream of samples. Returns:
 
         indices of the samples, int64 (b,)
@@ -320,8 +320,8 @@ class _Stream:
         positions within the step, int64 (b,)
         the number of the step
         """
-        step = stream.start // self.global_batch
-        positions = torch.arange(stream.start, stream.stop)  # (b,)
+        step = stream_positions.start // self.global_batch
+        positions = torch.arange(stream_positions.start, stream_positions.stop)  # (b,)
         index = self.order.find_sample_index(positions)
         positions -= step * self.global_batch
         key = rng.keys(self.seed, step, positions)
@@ -341,7 +341,7 @@ def _iterate_micro_batch_positions(
             yield range(start, start + micro_batch)
 
 
-def _copy_batches_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
+def _copy_batches_to_device_ahead(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
     """Yields copies of `batches` on a CUDA device. Copies the next batch, which is in pinned memory, while the caller
     uses the present one.
     """

@@ -23,7 +23,7 @@ from dstrain.data.files.local import LocalFiles
 from dstrain.data.formats.base import Layout, Request, peek_files_below
 from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_fingerprint_on_machines
-from dstrain.data.index.build import find_index_cache_folder, open_index, run_on_rank_0
+from dstrain.data.index.build import make_index_cache_folder, open_index, run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.left_out import require_usable_leave_out_patterns
 from dstrain.data.mixture import merge_codes_of_sources, open_mixture
@@ -68,7 +68,7 @@ class DataKind(ABC):
         """Returns what the data hold: "images", "clips", "latents", "image_tokens", "clip_tokens" or "pairs"."""
 
     @abstractmethod
-    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+    def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         """Opens the source to train on, and the held-out one or None. Arguments and errors are as in `open_sources`."""
 
     def fill_in_codes_entry(self) -> Data:
@@ -85,11 +85,11 @@ class DataKind(ABC):
     def open_layout_and_index(self, captions: bool) -> tuple[Layout, Index]:
         """Returns the samples' layout and index; see `open_layout_and_index` of this module."""
         data = self.data
-        request = make_request(data, captions=captions)
+        request = make_data_request(data, captions=captions)
         if data.num_frames is not None:
-            request = make_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
+            request = make_data_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
         path, _ = find_split_paths(data.path, data.held_out, data.held_out_path, as_one_set=True)
-        return open_index(path, request, data.index or find_index_cache_folder())
+        return open_index(path, request, data.index or make_index_cache_folder())
 
     def find_original_path(self) -> str:
         """Returns data.path; for cached codes the path that was encoded; for several sources "a mixture"."""
@@ -134,7 +134,7 @@ class MixedData(DataKind):
                 )
         return merge_codes_of_sources(data, parts)
 
-    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+    def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         return open_mixture(self.data, lambda part: open_sources(part, verify, run, in_mixture=True))
 
     def find_original_path(self) -> str:
@@ -153,9 +153,9 @@ class BuiltinData(DataKind):
             return "pairs"
         return "clips" if self.data.path == MOVING or self.data.num_frames is not None else "images"
 
-    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+    def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         if self.data.path == BUILTIN:
-            return PairsData(self.data).open(verify, run, in_mixture)
+            return PairsData(self.data).open_sources(verify, run, in_mixture)
         if self.data.num_frames is not None:
             return self._open_clips()
         if self.data.path == MOVING:
@@ -209,7 +209,7 @@ class PairsData(DataKind):
     def name_contents(self) -> str:
         return "pairs"
 
-    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+    def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         return self.open_split("train"), self.open_split("validation")
 
     def open_split(self, split: str) -> Source | None:
@@ -230,7 +230,7 @@ class CodesData(DataKind):
     def fill_in_codes_entry(self) -> Data:
         return fill_in_codes_from_cache(self.data)
 
-    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+    def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         return open_cached_codes(self.data, verify)
 
     def find_original_path(self) -> str:
@@ -249,7 +249,7 @@ class ClipsData(DataKind):
     def name_contents(self) -> str:
         return "clips"
 
-    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+    def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         data = _fill_in_split_paths(self.data)
         if data.num_frames is None:
             raise _make_missing_frames_error(data)
@@ -259,7 +259,7 @@ class ClipsData(DataKind):
             "held_out": data.held_out,
             "held_out_path": data.held_out_path,
             "captions": data.captions,
-            "request": make_request(data, CLIPS, noun="clips", captions=True, mixed=in_mixture, measured=bucketed),
+            "request": make_data_request(data, CLIPS, noun="clips", captions=True, mixed=in_mixture, measured=bucketed),
             "index": data.index,
             "run": run,
             "leave_out": data.leave_out,
@@ -285,7 +285,7 @@ class ImagesData(DataKind):
     def name_contents(self) -> str:
         return "images"
 
-    def open(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
+    def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         data = _fill_in_split_paths(self.data)
         if ClipsData.recognises(data):  # the paths of train/ and val/ in a root are known only now
             raise _make_missing_frames_error(data)
@@ -368,7 +368,7 @@ def open_sources(data: Data, verify: bool = False, run: Path | None = None, in_m
     kind.require_no_label_settings(in_mixture)
     if not data.mixture:
         get_phases().enter_phase(f"listing {data.path}")
-    split = kind.open(verify, run, in_mixture)
+    split = kind.open_sources(verify, run, in_mixture)
     require_usable_leave_out_patterns(data, split, in_mixture)
     if isinstance(kind, PairsData | CodesData) or data.embeddings is not None:
         for source in split:
@@ -423,8 +423,8 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
     return [f"data: {path}{source.describe_samples()}{known}", f"held out: {unseen}"]
 
 
-def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) -> Request:
-    """Returns the Request that says how to list the samples of a section. more: further fields of Request."""
+def make_data_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **fields: Any) -> Request:
+    """Returns the Request that says how to list the samples of a section. fields: further ones of Request."""
     return Request(
         suffixes,
         labels=data.labels,
@@ -432,7 +432,7 @@ def make_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **more: Any) 
         columns=data.columns,
         cache=data.cache,
         upright=data.upright,
-        **more,
+        **fields,
     )
 
 
@@ -445,7 +445,7 @@ def _open_images(data: Data, run: Path | None, in_mixture: bool, holds_out: bool
         "held_out": data.held_out,
         "held_out_path": data.held_out_path,
         "draft": data.draft,
-        "request": make_request(data, captions=captions, mixed=in_mixture, measured=bucketed),
+        "request": make_data_request(data, captions=captions, mixed=in_mixture, measured=bucketed),
         "index": data.index,
         "run": run,
         "crop": Crop.from_data_section(data),

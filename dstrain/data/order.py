@@ -59,28 +59,30 @@ class Order:
         )
         outside = np.ones(index.shape, bool)  # all go through once
         while outside.any():
-            index[outside] = _permute_by_feistel(index[outside], key[outside], a, b)
+            index[outside] = _permute_by_feistel_cipher(index[outside], key[outside], a, b)
             outside = index >= size
         return index.astype(np.int64)
 
 
-def _permute_by_feistel(index: np.ndarray, key: np.ndarray, a: np.uint64, b: np.uint64) -> np.ndarray:
-    """Returns each index below a * b permuted by one pass of a Feistel cipher over Z_a x Z_b: uint64 (N,). key: uint64
-    (N,), one for each index.
+def _permute_by_feistel_cipher(
+    index: np.ndarray, key: np.ndarray, num_left: np.uint64, num_right: np.uint64
+) -> np.ndarray:
+    """Returns each index below num_left * num_right permuted by one pass of a Feistel cipher over Z_a x Z_b, a =
+    num_left and b = num_right: uint64 (N,). key: uint64 (N,), one for each index.
     """
-    left, right = np.divmod(index, b)
+    left, right = np.divmod(index, num_right)
     for _ in range(_ROUNDS // 2):
         key = key + _GOLDEN
         left = (
             left + (_hash_with_splitmix(right ^ key) >> np.uint64(1))
-        ) % a  # 63 bits: a sum that wraps would not be one-to-one
+        ) % num_left  # 63 bits: a sum that wraps would not be one-to-one
         key = key + _GOLDEN
-        right = (right + (_hash_with_splitmix(left ^ key) >> np.uint64(1))) % b
-    return left * b + right
+        right = (right + (_hash_with_splitmix(left ^ key) >> np.uint64(1))) % num_right
+    return left * num_right + right
 
 
-def _hash_with_splitmix(z: np.ndarray) -> np.ndarray:
+def _hash_with_splitmix(values: np.ndarray) -> np.ndarray:
     """Returns a hash of each number of a uint64 array: the finalizer of splitmix64."""
-    z = (z ^ (z >> np.uint64(30))) * _FIRST
-    z = (z ^ (z >> np.uint64(27))) * _SECOND
-    return z ^ (z >> np.uint64(31))
+    values = (values ^ (values >> np.uint64(30))) * _FIRST
+    values = (values ^ (values >> np.uint64(27))) * _SECOND
+    return values ^ (values >> np.uint64(31))

@@ -223,19 +223,19 @@ class Source(ABC):
 
 
 def read_items_or_substitutes(
-    source: Source, indices: list[int], chances: list[Chance] | None = None
+    source: Source, indices: list[int], random_numbers: list[Chance] | None = None
 ) -> tuple[list[Item], Bad]:
     """Reads the samples at `indices`. If one cannot be read, takes the next sample of its shape that can. Returns the
     items, and (name, reason) of each sample that could not be read.
 
-    chances: for each item, the argument `random_number` of Source.read; None: no item has one
+    random_numbers: for each item, the argument `random_number` of Source.read; None: no item has one
 
     Raises ConfigError if 1000 samples in a row cannot be read.
     """
     items, bad = [], []
     tries = min(len(source), _MAX_TRIES)
     for place, index in enumerate(indices):
-        random_number = None if chances is None else chances[place]
+        random_number = None if random_numbers is None else random_numbers[place]
         for count in range(tries):
             try:
                 items.append(source.read(source.find_substitute_index(index, count) if count else index, random_number))

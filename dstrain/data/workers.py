@@ -114,7 +114,7 @@ def prepare_worker(_worker_id: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     rank = multiprocessing.parent_process()
     if rank is not None:  # its sentinel is a pipe that closes with the rank
-        threading.Thread(target=_kill_self_after_parent, args=(rank.sentinel,), daemon=True).start()
+        threading.Thread(target=_kill_self_when_parent_ends, args=(rank.sentinel,), daemon=True).start()
 
 
 def end_loader_workers(loader_iterator: object) -> None:
@@ -143,7 +143,7 @@ def end_loader_workers(loader_iterator: object) -> None:
     loader_iterator._shutdown_workers()
 
 
-def _kill_self_after_parent(sentinel: int) -> None:
+def _kill_self_when_parent_ends(sentinel: int) -> None:
     """Waits until the parent process has ended, which closes the file descriptor `sentinel`, then kills this
     process.
     """

@@ -69,7 +69,7 @@ def reword_loading_errors(kind: str, key: str, path: str, content: str, remedy: 
         yield
     except Exception as error:  # A damaged or hostile folder makes these libraries raise anything.
         raise ConfigError(
-            f"{key}: no {kind} can be loaded from {path!r} ({shorten_error(error)}); give a folder with "
+            f"{key}: no {kind} can be loaded from {path!r} ({shorten_error_message(error)}); give a folder with "
             f"{content}, or a hub name that this machine can reach"
         ) from error
 
@@ -151,7 +151,7 @@ def read_encoder_json(key: str, path: str, name: str) -> Any:
         raise ConfigError(f"{key}: {name} of {path} is no JSON; fetch it again") from None
 
 
-def shorten_error(error: Exception) -> str:
+def shorten_error_message(error: Exception) -> str:
     """Returns an error's message in one line of at most 200 characters, or the name of the error's class if it has no
     message.
     """

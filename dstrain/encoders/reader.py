@@ -258,7 +258,7 @@ class Reader:
             return {"words": hash_words(texts, self.config.num_words, self.config.max_text_len)}
         return self.make_batch_inputs(select_text_inputs(self._get_or_load_encoder().to(device).encode(texts)))
 
-    def make_text_encoder_suffix(self) -> str:
+    def make_encoder_fingerprint_suffix(self) -> str:
         """Returns " text_encoder=HASH", to be added to the fingerprint of the data, if captions are encoded while the
         model trains; "" if they are not.
         """

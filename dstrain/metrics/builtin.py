@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain.data.builtin import moving
-from dstrain.data.builtin.fashion import FASHION, classify_shades, list_captions
+from dstrain.data.builtin.fashion import FASHION, classify_shades, map_captions_to_labels
 from dstrain.encoders import emoji
 from dstrain.encoders.precision import use_precision
 from dstrain.metrics.clips import average_channels, classify_motions, crop_around_items
@@ -68,7 +68,7 @@ class Builtin(Features):
         """Raises ConfigError if one of the captions does not occur in the built-in clips or, with clips=False, in the
         built-in images.
         """
-        known = moving.list_captions() if clips else list_captions()
+        known = moving.map_captions_to_labels() if clips else map_captions_to_labels()
         if unknown := [caption for caption in captions if caption not in known]:
             raise ConfigError(
                 f"{unknown[0]!r} is no caption of the built-in {'clips' if clips else 'images'}, such as "
@@ -89,7 +89,7 @@ class Builtin(Features):
         if captions is None or (labels is not None and not clips):
             return super().count_correct_by_class(images, logits, labels, captions)
         self.require_countable_captions(captions, clips)
-        known = moving.list_captions() if clips else list_captions()
+        known = moving.map_captions_to_labels() if clips else map_captions_to_labels()
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
         item = logits.argmax(1) == labels
         self.parts = ("item", "motion" if clips else "shade")

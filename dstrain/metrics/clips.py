@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain import rng
-from dstrain.data.builtin.moving import MOTIONS, list_captions
+from dstrain.data.builtin.moving import MOTIONS, map_captions_to_labels
 from dstrain.metrics.network import Features
 
 SCENES = 4
@@ -94,11 +94,13 @@ def choose_story_items_and_motions(seeds: Tensor) -> tuple[Tensor, Tensor]:
     seed modulo the number of items), and int64 (N, SCENES), the motion in each scene. The scenes of a story have
     different motions.
     """
-    items = seeds % (len(list_captions()) // len(MOTIONS))
+    items = seeds % (len(map_captions_to_labels()) // len(MOTIONS))
     return items, rng.uniform(rng.keys_of_seeds(seeds), "motions", (len(MOTIONS),)).argsort(1)[:, :SCENES]
 
 
-def sum_scene_measurements(network: Features, videos: Tensor, ends: list[int], items: Tensor, asked: Tensor) -> Tensor:
+def sum_scene_measurements(
+    network: Features, videos: Tensor, scene_ends: list[int], right_items: Tensor, right_motions: Tensor
+) -> Tensor:
     """Returns float64 (6, S): for each of S scenes, sums over N stories, from which `compute_scene_scores` computes the
     scores. Add the sums of several batches or ranks to get those of all stories. The rows:
 
@@ -109,18 +111,18 @@ def sum_scene_measurements(network: Features, videos: Tensor, ends: list[int], i
     4   mean absolute change of pixels from the frame before the scene to its first frame; 0 for the first scene
     5   mean absolute change of pixels between the frames within the scene
 
-    videos   uint8 (N, T, C, H, W)
-    ends     for each scene, the index of the first frame after it
-    items    int64 (N,), the right items
-    asked    int64 (N, S), the right motions
+    videos          uint8 (N, T, C, H, W)
+    scene_ends      for each scene, the index of the first frame after it
+    right_items     int64 (N,), the right items
+    right_motions   int64 (N, S), the right motions
     """
     shades = average_channels(videos)
     jumps = shades.diff(dim=1).abs().mean((2, 3))  # (N, T - 1)
     columns, first = [], None
-    for number, (begin, end) in enumerate(zip([0, *ends], ends)):
+    for number, (begin, end) in enumerate(zip([0, *scene_ends], scene_ends)):
         shown = network(videos[:, begin:end])[1].argmax(1)
         first = shown if first is None else first
-        moves = classify_motions(shades[:, begin:end]) == asked[:, number].to(shown.device)
+        moves = classify_motions(shades[:, begin:end]) == right_motions[:, number].to(shown.device)
         seam = jumps[:, begin - 1] if begin else torch.zeros_like(jumps[:, 0])
         columns.append(
             torch.stack(
@@ -128,7 +130,7 @@ def sum_scene_measurements(network: Features, videos: Tensor, ends: list[int], i
                     row.double().sum()
                     for row in (
                         torch.ones_like(shown),
-                        shown == items.to(shown.device),
+                        shown == right_items.to(shown.device),
                         shown == first,
                         moves,
                         seam,

@@ -67,24 +67,25 @@ def _average_kid_kernel(x: Tensor, y: Tensor) -> Tensor:
 
 
 def measure_manifold_overlap(
-    features: Tensor, reference: Tensor, neighbours: int = 3, near: int = NEIGHBOURS
+    features: Tensor, reference: Tensor, neighbours: int = 3, density_neighbours: int = NEIGHBOURS
 ) -> dict[str, float]:
     """Returns precision, recall, density and coverage, by name, of features float32 (N, D) against a reference (M, D).
-    All four are NaN if a set has no more than `near` rows. Each row of a set is the centre of a ball, whose radius is
-    the distance to the k-th nearest other row of this set. Each rank computes its share; all ranks must call it.
+    All four are NaN if a set has no more than `density_neighbours` rows. Each row of a set is the centre of a ball,
+    whose radius is the distance to the k-th nearest other row of this set. Each rank computes its share; all ranks must
+    call it.
 
     precision  share of features within a ball of the reference, k = `neighbours` (Kynkaanniemi et al. 2019).
     recall     share of the reference's rows within a ball of the features, k = `neighbours`.
-    density    mean number of the reference's balls that contain a feature, k = `near`, divided by `near` (Naeem et al.
-               2020).
-    coverage   share of the reference's balls that contain a feature, k = `near`.
+    density    mean number of the reference's balls that contain a feature, divided by k = `density_neighbours`
+               (Naeem et al. 2020).
+    coverage   share of the reference's balls that contain a feature, k = `density_neighbours`.
     """
-    if min(len(features), len(reference)) <= near:
+    if min(len(features), len(reference)) <= density_neighbours:
         return dict.fromkeys(("precision", "recall", "density", "coverage"), math.nan)
     center = reference.mean(0)  # distances lose no digits to what all features share
     features, reference = features - center, reference - center
     own = _compute_squared_radii(features, (neighbours,))[0]
-    other, wide = _compute_squared_radii(reference, (neighbours, near))  # squared, as all distances here
+    other, wide = _compute_squared_radii(reference, (neighbours, density_neighbours))  # squared, as all distances here
     inside = torch.zeros(3, dtype=torch.float64, device=features.device)  # in precision, in density; covered
     recalled, nearest = torch.zeros_like(other), torch.full_like(other, math.inf)
     for rows in _list_row_slices_of_rank(len(features)):
@@ -98,7 +99,7 @@ def measure_manifold_overlap(
     return {
         "precision": inside[0].item() / len(features),
         "recall": recalled.double().mean().item(),
-        "density": inside[1].item() / (near * len(features)),
+        "density": inside[1].item() / (density_neighbours * len(features)),
         "coverage": covered.double().mean().item(),
     }
 

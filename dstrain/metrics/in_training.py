@@ -145,7 +145,7 @@ class Quality:
         values = table.compute_metrics(self._networks, measured, self._data)
         return {name: value for name, (value, _) in values.items() if "/" not in name}
 
-    def score(self, figures: dict[str, float]) -> float | None:
+    def compute_score(self, figures: dict[str, float]) -> float | None:
         """Returns the score by which checkpoints are compared, of which the lowest is the best. It is the value in
         `figures` of the metric that save.best names, negated if a high value is good. Returns None if save.best names
         no metric.

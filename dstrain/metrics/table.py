@@ -117,32 +117,32 @@ _APART = ("accuracy", "clip_score")  # tell pictures of captions that data.leave
 LOWER, HIGHER = ("fd", "fid", "sfid", "kid", "fd_dinov2", "fd_clip", "fvd"), ("accuracy", "clip_score", "retrieval")
 
 
-def require_known_metrics(metrics: Sequence[str], paths: Sequence[str]) -> None:
-    """Raises ConfigError if one of the metrics is unknown, or the kind of network in one of `paths` (KIND:PATH or the
-    name of a built-in network).
+def require_known_metrics(metrics: Sequence[str], network_names: Sequence[str]) -> None:
+    """Raises ConfigError if one of the metrics is unknown, or the kind of a network. network_names: KIND:PATH or
+    the name of a built-in network, each.
     """
     unknown = [name for name in metrics if name not in METRICS]
     if unknown:
         raise ConfigError(
             f"--metrics {','.join(unknown)}: known are {', '.join(METRICS)}; dstrain evaluate takes scenes, too, alone"
         )
-    for words in paths:
+    for words in network_names:
         require_known_network_kind(words)
 
 
-def open_metric_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[str, Features]:
-    """Returns {metric: its network}, and opens each network once. A metric uses the first of `paths` (KIND:PATH) whose
-    kind suits it, else a built-in network.
+def open_metric_networks(metrics: Sequence[str], network_names: Sequence[str]) -> dict[str, Features]:
+    """Returns {metric: its network}, and opens each network once. A metric uses the first of `network_names`
+    (KIND:PATH) whose kind suits it, else a built-in network.
 
-    Raises ConfigError if there is no network for a metric, if one of `paths` is used by no metric, or if
+    Raises ConfigError if there is no network for a metric, if one of `network_names` is used by no metric, or if
     `require_known_metrics` or `open_feature_network` does.
     """
-    require_known_metrics(metrics, paths)
+    require_known_metrics(metrics, network_names)
     chosen = {}
     for name in metrics:
         kinds = METRICS[name].kinds
         chosen[name] = next(
-            (words for words in paths if words.partition(":")[0] in kinds),
+            (words for words in network_names if words.partition(":")[0] in kinds),
             next((kind for kind in kinds if kind in BUILT_IN), None),
         )
         if chosen[name] is None:
@@ -150,7 +150,7 @@ def open_metric_networks(metrics: Sequence[str], paths: Sequence[str]) -> dict[s
                 f"--metrics {name} needs a network: --features "
                 + " or ".join(f"{kind}:PATH ({SOURCES[kind]})" for kind in kinds[:2])
             )
-    unused = [words for words in paths if words not in chosen.values()]
+    unused = [words for words in network_names if words not in chosen.values()]
     if unused:
         raise ConfigError(f"--features {unused[0]}: no metric of --metrics {','.join(metrics)} takes it; leave it out")
     opened = {words: open_feature_network(words) for words in dict.fromkeys(chosen.values())}
@@ -241,18 +241,18 @@ def check_images_and_read_first_batch(
     return begun
 
 
-def require_enough_for_neighbours(metrics: Iterable[str], count: int, of: str = "") -> None:
+def require_enough_for_neighbours(metrics: Iterable[str], count: int, count_suffix: str = "") -> None:
     """Raises ConfigError if pr or dc is among the metrics and there are at most 5 images: these metrics look for 5
     neighbours of each image.
 
-    count   number of images
-    of      text that follows the number in the message
+    count          number of images
+    count_suffix   text that follows the number in the message
     """
     by_neighbours = [name for name in metrics if name in ("pr", "dc")]
     if by_neighbours and count <= distances.NEIGHBOURS:
         raise ConfigError(
             f"--metrics {','.join(by_neighbours)} looks for {distances.NEIGHBOURS} neighbours of each "
-            f"image among {count}{of}: take {distances.NEIGHBOURS + 1} or more, and as much --kept"
+            f"image among {count}{count_suffix}: take {distances.NEIGHBOURS + 1} or more, and as much --kept"
         )
 
 

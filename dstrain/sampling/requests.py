@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain.data.builtin.fashion import FASHION_PATH, list_captions
+from dstrain.data.builtin.fashion import FASHION_PATH, map_captions_to_labels
 from dstrain.data.builtin.moving import MOVING
-from dstrain.data.builtin.moving import list_captions as list_captions_of_clips
+from dstrain.data.builtin.moving import map_captions_to_labels as map_captions_of_clips_to_labels
 from dstrain.data.open import find_original_path
 from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
@@ -112,9 +112,9 @@ def list_built_in_captions(data: Data, system: System) -> tuple[str, ...]:
     """
     name = find_original_path(data)
     if system.takes_texts and name == MOVING:
-        return tuple(list_captions_of_clips())
+        return tuple(map_captions_of_clips_to_labels())
     if system.takes_texts and name == FASHION_PATH and (data.captioned or data.codes is not None):
-        return tuple(list_captions())
+        return tuple(map_captions_to_labels())
     return ()
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dstrain import recipe, systems
 from dstrain.encoders.autoencoder import hash_network
-from dstrain.encoders.frozen import Frozen, shorten_error
+from dstrain.encoders.frozen import Frozen, shorten_error_message
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 
@@ -72,7 +72,7 @@ class Codec(Frozen):
             system = systems.build(run.system, run.model)
         except ConfigError as error:
             raise ConfigError(
-                f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({shorten_error(error)}); "
+                f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({shorten_error_message(error)}); "
                 "export the run once more"
             ) from None
         require_first_stage(system, run, path, key)
@@ -83,7 +83,7 @@ class Codec(Frozen):
         except (OSError, SafetensorError, RuntimeError) as error:  # the last where names or shapes differ
             raise ConfigError(
                 f"{key}: {path} does not hold the weights of {part} that its recipe.yaml asks for "
-                f"({shorten_error(error)}); export the run once more"
+                f"({shorten_error_message(error)}); export the run once more"
             ) from None
         return cls(network, system, run, str(path), key)
 

@@ -23,14 +23,14 @@ _MAX_LABEL_BYTES = 1 << 31  # 200 million labels
 
 def read_npz(path: Path) -> dict[str, Pictures]:
     """Returns the images as one split. Raises ConfigError if the file holds none, or its labels are no such."""
-    with _open_array(path, "arr_0") as (_, shape, dtype):
+    with _get_mapped_array(path, "arr_0") as (_, shape, dtype):
         if dtype != np.uint8 or len(shape) != 4 or shape[3] not in (1, 3, 4) or not math.prod(shape) > 0:
             raise ConfigError(f"{path}: its arr_0 is {dtype} {shape}, and images are uint8 (N, H, W, 1, 3 or 4)")
     return {"train": Pictures(shape[0], _list_samples(path, _read_labels(path, shape[0])))}
 
 
 def _list_samples(path: Path, labels: np.ndarray | None) -> Iterator[Sample]:
-    with _open_array(path, "arr_0") as (file, shape, _):
+    with _get_mapped_array(path, "arr_0") as (file, shape, _):
         size = math.prod(shape[1:])
         for number in range(shape[0]):
             row = file.read(size)
@@ -45,7 +45,7 @@ def _read_labels(path: Path, number: int) -> np.ndarray | None:
     with _open_zip(path) as archive:
         if "arr_1.npy" not in archive.namelist():
             return None
-    with _open_array(path, "arr_1") as (file, shape, dtype):
+    with _get_mapped_array(path, "arr_1") as (file, shape, dtype):
         size = math.prod(shape) * dtype.itemsize
         if dtype.kind not in "iufb" or len(shape) not in (1, 2) or shape[0] != number or size > _MAX_LABEL_BYTES:
             raise ConfigError(f"{path}: its arr_1 is {dtype} {shape}, and labels are integers ({number},)")
@@ -71,7 +71,7 @@ def _open_zip(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 @contextmanager
-def _open_array(path: Path, name: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype]]:
+def _get_mapped_array(path: Path, name: str) -> Iterator[tuple[IO[bytes], tuple[int, ...], np.dtype]]:
     """Opens an array where its numbers begin; gives its shape and dtype, too. Raises ConfigError if it holds no such.
 
     Nothing is unpickled: an array of objects is refused by its dtype.

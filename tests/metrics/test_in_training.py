@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import train
-from dstrain.data.builtin.fashion import Fashion, classify_shades, list_captions
+from dstrain.data.builtin.fashion import Fashion, classify_shades, map_captions_to_labels
 from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.metrics import table
@@ -106,7 +106,7 @@ def test_captions_left_out_are_counted_apart(tmp_path):
     """Oracle: the classifier's items and the pixels' shades of the images that stand at the captions, which come in
     turn; on one rank and on two. Prompts that are all left out are refused.
     """
-    asked = [*list_captions().items()]
+    asked = [*map_captions_to_labels().items()]
     images = Fashion(28, 1).images[3 : 3 + NUM]
     items, shades = (
         open_feature_network("builtin")(images[:, None])[1].argmax(1).tolist(),
@@ -171,7 +171,7 @@ def test_features_of_the_data_are_kept(tmp_path, monkeypatch):
 def test_the_lowest_score_is_the_best(tmp_path, best, figures, score):
     """Oracle: by hand: a distance counts as it is, an accuracy as its negative; the held-out loss is no metric."""
     quality = build_training_metrics(run_in(tmp_path, save={"best": best}), Copies(), Fashion(28, 1), None)
-    assert quality.score(figures) == score
+    assert quality.compute_score(figures) == score
 
 
 class Still(Copies):

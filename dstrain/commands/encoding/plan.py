@@ -12,7 +12,7 @@ from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.index.build import run_on_rank_0
-from dstrain.data.open import BuiltinData, CodesData, make_request, open_sources
+from dstrain.data.open import BuiltinData, CodesData, make_data_request, open_sources
 from dstrain.data.source import Source, read_items_or_substitutes
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import Windows
@@ -197,7 +197,7 @@ def _open_images(
     own = stage.data if options.data is None else None
     captions = options.num_captions is not None or options.text_encoder is not None
     request = replace(
-        make_request(own) if own is not None else Request(SUFFIXES), captions=captions, upright=options.upright
+        make_data_request(own) if own is not None else Request(SUFFIXES), captions=captions, upright=options.upright
     )
     images = open_images(
         path,

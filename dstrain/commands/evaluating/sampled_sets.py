@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.data.builtin.moving import MOTIONS, MOVING, list_captions
+from dstrain.data.builtin.moving import MOTIONS, MOVING, map_captions_to_labels
 from dstrain.data.open import find_original_path
 from dstrain.data.source import Source
 from dstrain.distributed import group
@@ -128,7 +128,7 @@ class Stories(Drawn):
         """Draws all stories, and sums their scores over stories and ranks. Returns float64 (6, scenes): six scores of
         each scene, see metrics/clips.py.
         """
-        options, texts, size = self.options, [*list_captions()], min(self.options.batch, self.num)
+        options, texts, size = self.options, [*map_captions_to_labels()], min(self.options.batch, self.num)
         request, _ = make_sampling_request(
             self.samples,
             self.system,

@@ -34,7 +34,7 @@ def classify_shades(images: torch.Tensor) -> torch.Tensor:
     return ((pixels * item).sum(1) / item.sum(1).clamp(min=1) >= _LIGHT).long()
 
 
-def list_captions() -> dict[str, tuple[int, int]]:
+def map_captions_to_labels() -> dict[str, tuple[int, int]]:
     """Returns {caption: (index into FASHION, index into SHADES)} of every caption of the built-in images, such as "a
     dark trouser"; all dark ones first.
     """

@@ -136,7 +136,7 @@ class Latents(Source):
 
         Raises ConfigError if `mirrored` has a True and the folder has no codes of mirrored images.
         """
-        shards, rows, codes_rows = self._locate_rows(index, mirrored, random_number)
+        shards, rows, codes_rows = self._locate_rows_in_shards(index, mirrored, random_number)
         groups = np.searchsorted(np.unique(shards), shards) // _compute_max_mapped_shards()  # (b,)
         if groups.any():  # a large batch from more shards than may be mapped
             parts = [
@@ -150,7 +150,7 @@ class Latents(Source):
             ]
             places = torch.from_numpy(np.argsort(np.argsort(groups, kind="stable")))
             return {name: values[places] for name, values in join_batches(parts).items()}
-        opened = {shard: self._open_shard(shard) for shard in set(shards.tolist())}
+        opened = {shard: self._get_mapped_shard(shard) for shard in set(shards.tolist())}
 
         def gather_rows(name: str, places: np.ndarray) -> Tensor:
             return torch.from_numpy(
@@ -160,14 +160,14 @@ class Latents(Source):
         codes = gather_rows("codes", codes_rows).view(len(index), *_compute_codes_shape(self.encoding))
         rest = {name: gather_rows(name, rows) for name in ("label", *self.extras) if name not in _TEXTS}
         if self.captioned:
-            texts = self._choose_text_rows(rows, random_number, rest.pop("captions", None))
+            texts = self._choose_caption_rows(rows, random_number, rest.pop("captions", None))
             rest |= {name: gather_rows(name, texts) for name in self.extras if name in _TEXTS}
         if self.encoding["kind"] == "tokens":
             return {"tokens": codes.long(), **rest}
         std = codes[:, 1] if codes.shape[1] == 2 else torch.zeros_like(codes[:, 0])
         return {"latent_mean": codes[:, 0], "latent_std": std, **rest}
 
-    def _locate_rows(
+    def _locate_rows_in_shards(
         self, index: Tensor, mirrored: Tensor | None, random_number: Tensor | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Finds samples in the shards. Arguments and errors are as in `read_codes`. Returns for each sample, int64 (b,)
@@ -185,7 +185,7 @@ class Latents(Source):
         crop = 0 if random_number is None else (random_number[:, 0].double().numpy() * self.crops).astype(np.int64)
         return shards, rows, (rows * self.crops + crop) * self.encoding["flips"] + flip
 
-    def _choose_text_rows(self, rows: np.ndarray, random_number: Tensor | None, counts: Tensor | None) -> np.ndarray:
+    def _choose_caption_rows(self, rows: np.ndarray, random_number: Tensor | None, counts: Tensor | None) -> np.ndarray:
         """Chooses a caption of each sample. Returns the rows of these captions in the shards' tables of texts: int64
         (b,).
 
@@ -203,9 +203,9 @@ class Latents(Source):
         """Asks the kernel to read what `read_batch` with the same arguments needs, and does not wait. Asks for all
         captions of a sample, whichever `random_number` chooses.
         """
-        shards, rows, codes_rows = self._locate_rows(index, mirrored, random_number)
+        shards, rows, codes_rows = self._locate_rows_in_shards(index, mirrored, random_number)
         for shard in np.unique(shards).tolist():
-            arrays, here = self._open_shard(shard), shards == shard
+            arrays, here = self._get_mapped_shard(shard), shards == shard
             prefetch_rows(arrays["codes"], codes_rows[here])
             for name in ("label", *self.extras):
                 texts = self.num_captions if name in _TEXTS else 1
@@ -243,13 +243,13 @@ class Latents(Source):
             return None
         counts = np.zeros(len(self.classes), np.int64)
         for number in range(len(self.sizes)):
-            labels = self._open_shard(number)["label"]
+            labels = self._get_mapped_shard(number)["label"]
             first = number * self.encoding["shard_size"]
             own = slice(None) if self.members is None else self.members.contains(np.arange(first, first + len(labels)))
             counts += np.bincount(labels[own], minlength=len(counts))
         return counts
 
-    def _open_shard(self, number: int) -> Arrays:
+    def _get_mapped_shard(self, number: int) -> Arrays:
         """Returns the arrays of a shard by name, mapped into memory. Keeps the shards that were used last mapped."""
         arrays = self._open.pop(number, None)
         if arrays is None:
@@ -317,19 +317,19 @@ def _compute_max_mapped_shards() -> int:
     return max(1, min(_MAPPED, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 
 
-def _copy_rows_from_shards(opened: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Returns the rows opened[shards[i]][rows[i]] as one array (n, ...), a copy. If shards differ in the length of
-    captions, fills the shorter rows up with zeros.
+def _copy_rows_from_shards(shard_arrays: dict[int, np.ndarray], shards: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Returns the rows shard_arrays[shards[i]][rows[i]] as one array (n, ...), a copy. If shards differ in the length
+    of captions, fills the shorter rows up with zeros.
 
-    opened: the array of each shard, by the shard's number
+    shard_arrays: the array of each shard, by the shard's number
     """
-    if len(opened) == 1:
-        return next(iter(opened.values()))[rows]
-    first = next(iter(opened.values()))
-    shape = np.max([array.shape[1:] for array in opened.values()], axis=0) if first.ndim > 1 else ()
+    if len(shard_arrays) == 1:
+        return next(iter(shard_arrays.values()))[rows]
+    first = next(iter(shard_arrays.values()))
+    shape = np.max([array.shape[1:] for array in shard_arrays.values()], axis=0) if first.ndim > 1 else ()
     copy = np.zeros((len(rows), *shape), first.dtype)
     for i, (shard, row) in enumerate(zip(shards.tolist(), rows.tolist())):
-        values = opened[shard][row]  # row by row beats fancy indexing shard by shard (measured)
+        values = shard_arrays[shard][row]  # row by row beats fancy indexing shard by shard (measured)
         copy[i] = values if values.shape == copy[i].shape else np.pad(values, (0, copy.shape[-1] - len(values)))
     return copy
 

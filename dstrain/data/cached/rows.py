@@ -96,9 +96,9 @@ class Table(Rows):
 
     def __getitem__(self, row: int) -> np.ndarray:
         number, inner = self.locate_row(row)
-        return self._open_array(number)[inner]
+        return self._get_mapped_array(number)[inner]
 
-    def _open_array(self, number: int) -> np.ndarray:
+    def _get_mapped_array(self, number: int) -> np.ndarray:
         """Returns the array of a file, mapped into memory. Keeps the 64 files that were used last mapped."""
         if self.root is None:
             return self.arrays[number]
@@ -115,7 +115,7 @@ class Table(Rows):
         all zeros.
         """
         for number, name in enumerate(self.names):
-            fault = find_faulty_row(convert_floats_to_float32(self._open_array(number)), self.key)
+            fault = find_faulty_row(convert_floats_to_float32(self._get_mapped_array(number)), self.key)
             if fault:
                 raise ConfigError(
                     f"data.path: {name}[{fault[0]}] {fault[1]}: remove that row from every folder, or embed it again"
@@ -136,7 +136,7 @@ class Table(Rows):
             return
         if count is None:
             for number in range(len(self.names)):
-                digest.update(np.ascontiguousarray(self._open_array(number)))
+                digest.update(np.ascontiguousarray(self._get_mapped_array(number)))
         else:
             for row in np.linspace(0, len(self) - 1, min(count, len(self))).astype(int).tolist():
                 digest.update(np.ascontiguousarray(self[row]))
@@ -253,11 +253,11 @@ def pack_caption(caption: str) -> Tensor:
     return torch.tensor(list(caption.encode("utf-8", "replace")), dtype=torch.uint8)
 
 
-def find_faulty_row(rows: np.ndarray, key: str) -> tuple[int, str] | None:
+def find_faulty_row(rows: np.ndarray, table_name: str) -> tuple[int, str] | None:
     """Returns (number, reason) of a faulty row of `rows` (n, ...); None if there is none. A row is faulty if it has NaN
     or infinity, or if it is all zeros and no text encoding. Rows of bool are never faulty.
 
-    key: the name of the table, such as "image_embed" or "text_encodings"
+    table_name: the name of the table, such as "image_embed" or "text_encodings"
     """
     if rows.dtype == np.bool_:
         return None
@@ -266,7 +266,7 @@ def find_faulty_row(rows: np.ndarray, key: str) -> tuple[int, str] | None:
     if wrong.any():
         return int(wrong.argmax()), "holds NaN or infinity"
     empty = ~flat.any(axis=1)
-    if key != "text_encodings" and empty.any():
+    if table_name != "text_encodings" and empty.any():
         return int(empty.argmax()), "is all zeros, which has no direction"
     return None
 

@@ -104,7 +104,7 @@ def verify_and_parse_metadata(data: bytes) -> dict[str, Any]:
     return facts | {"labels": _count_labels(arrays["label"]), "cut": cut}
 
 
-def read_header_metadata(path: Path) -> dict[str, Any] | None:
+def read_unverified_metadata(path: Path) -> dict[str, Any] | None:
     """Returns the metadata of a shard, without comparing its hash: the `facts` given to `pack_shard`, "hash", and
     "labels", which is (label, how often it occurs) of each label. Returns None if the file cannot be read or is no
     shard.
@@ -150,7 +150,7 @@ def read_encoding_hash(path: Path) -> str | None:
     """Returns the hash of the encoding (see `hash_encoding`) that a shard's header holds. Returns None if the header
     cannot be read or holds none.
     """
-    return (read_header_metadata(path) or {}).get("encoding")
+    return (read_unverified_metadata(path) or {}).get("encoding")
 
 
 def make_shard_record(path: Path, facts: dict[str, Any]) -> dict[str, Any]:
@@ -172,9 +172,9 @@ def join_batch_arrays(parts: list[Arrays]) -> Arrays:
     return {name: np.concatenate([_pad_if_captions(part[name], name, wide) for part in parts]) for name in parts[0]}
 
 
-def _pad_if_captions(array: np.ndarray, name: str, wide: int) -> np.ndarray:
-    """Returns `array` filled up with zeros to `wide` bytes if `name` is "caption"; any other array unchanged."""
-    missing = wide - array.shape[-1] if name == "caption" else 0
+def _pad_if_captions(array: np.ndarray, name: str, width: int) -> np.ndarray:
+    """Returns `array` filled up with zeros to `width` bytes if `name` is "caption"; any other array unchanged."""
+    missing = width - array.shape[-1] if name == "caption" else 0
     return np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, missing)]) if missing else array
 
 

@@ -48,17 +48,17 @@ _T = TypeVar("_T")
 
 
 def open_index(
-    path: str | Path, request: Request, kept: str | Path | None = None, run: Path | None = None
+    path: str | Path, request: Request, index_folder: str | Path | None = None, run: Path | None = None
 ) -> tuple[Layout, Index]:
     """Returns the layout of the data at a path, and the index of their samples. Makes the index if there is none, or if
     the data have changed since it was made. All ranks must call it.
 
-    kept: data.index, a folder in which the index is kept, whatever its size.
-    run: the run's folder. If `kept` is None, an index is looked for there, and a large one is kept there.
+    index_folder: data.index, a folder in which the index is kept, whatever its size.
+    run: the run's folder. If `index_folder` is None, an index is looked for there, and a large one is kept there.
     Raises ConfigError if there are no such data, if machines have different data at the path or cannot open the index,
     or if the layout finds a fault in the data.
     """
-    layout, index = run_on_rank_0(lambda: _find_or_make_index(str(path), request, kept, run))
+    layout, index = run_on_rank_0(lambda: _find_or_make_index(str(path), request, index_folder, run))
     missing = None
     try:
         len(index)
@@ -71,25 +71,25 @@ def open_index(
         )
     if group.world() > 1:
         watched = group.broadcast_from_first(_list_watched_files(layout, index) if group.rank() == 0 else None)
-        require_same_data_on_machines(layout, index, lambda: _read_stats(layout, watched))
+        require_same_data_on_machines(layout, index, lambda: _read_file_stats(layout, watched))
     return layout, index
 
 
-def make_index_files_once(index: Index, is_there: Callable[[], Any], make: Callable[[], None]) -> None:
+def make_index_files_once(index: Index, files_exist: Callable[[], Any], make_files: Callable[[], None]) -> None:
     """Makes files that belong to an index, unless they exist. Only rank 0 makes them, under a lock that other commands
     respect. All ranks must call it.
 
-    is_there: returns whether the files exist.
-    make: writes the files.
+    files_exist: returns whether the files exist.
+    make_files: writes the files.
     Raises ConfigError if the files cannot be written.
     """
 
     def make_if_missing() -> None:
-        """Calls `make` under the lock, unless the files are there."""
-        if not is_there():
+        """Calls `make_files` under the lock, unless the files are there."""
+        if not files_exist():
             with lock_index(index.folder), explain_write_errors(index.folder, ELSEWHERE):
-                if not is_there():
-                    make()
+                if not files_exist():
+                    make_files()
 
     run_on_rank_0(make_if_missing)
 
@@ -112,13 +112,24 @@ def run_on_rank_0(function: Callable[[], _T]) -> _T:
     return value
 
 
-def _find_or_make_index(path: str, request: Request, kept: str | Path | None, run: Path | None) -> tuple[Layout, Index]:
+def _find_or_make_index(
+    path: str, request: Request, index_folder: str | Path | None, run: Path | None
+) -> tuple[Layout, Index]:
     """Does on rank 0 what `open_index` says: opens the index on a disk if it still fits the data, else makes one."""
     files, key = open_data_files(path, request), _hash_request(path, request)
-    folders = [Path(kept) / key] if kept is not None else [folder / key for folder in _list_index_folders(run)]
-    if kept is not None and not files.far and Path(path).resolve() in (place := Path(kept).resolve(), *place.parents):
+    folders = (
+        [Path(index_folder) / key]
+        if index_folder is not None
+        else [folder / key for folder in _list_index_folders(run)]
+    )
+    if (
+        index_folder is not None
+        and not files.far
+        and Path(path).resolve() in (place := Path(index_folder).resolve(), *place.parents)
+    ):
         raise ConfigError(
-            f"data.index={kept} lies in {request.key}={path}, where it would count as data: name a folder beside it"
+            f"data.index={index_folder} lies in {request.key}={path}, where it would count as data: name a folder "
+            "beside it"
         )
     for folder in folders:
         found = _open_index_if_current(folder, path, files, request)
@@ -126,7 +137,7 @@ def _find_or_make_index(path: str, request: Request, kept: str | Path | None, ru
             return found
     require_files_of_pattern(f"{request.key}={path}", files)
     layout, folder = recognise_layout(path, files, request), folders[0]
-    if kept is None and not request.measured and not _name_unfinished_folder(folder).exists():
+    if index_folder is None and not request.measured and not _name_unfinished_folder(folder).exists():
         index = _make_small_index_in_memory(layout)
         if index is not None:
             return layout, index
@@ -144,7 +155,7 @@ def _hash_request(path: str, request: Request) -> str:
     return blake2b(json.dumps([place, own], sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
-def find_index_cache_folder() -> Path:
+def make_index_cache_folder() -> Path:
     """Returns the folder of indexes in the user's cache, for `dstrain index` and for commands without a run."""
     return make_cache_folder("dstrain/index")
 
@@ -157,9 +168,9 @@ def _list_index_folders(run: Path | None) -> list[Path]:
     run or its folder is read-only.
     """
     if run is None:
-        return [find_index_cache_folder()]
+        return [make_index_cache_folder()]
     existing = next(path for path in (run.absolute(), *run.absolute().parents) if path.exists())
-    folders = [run / "index", find_index_cache_folder()]
+    folders = [run / "index", make_index_cache_folder()]
     return folders if os.access(existing, os.W_OK) else folders[::-1]
 
 
@@ -203,7 +214,7 @@ def _open_index_if_current(
     if index.header["layout"] != type(layout).__name__:  # a list of labels or the like was put beside the data
         return None
     layout.classes, layout.notes = index.classes, index.header["notes"]
-    now = _read_stats(layout, watched["names"])
+    now = _read_file_stats(layout, watched["names"])
     if now == watched["stats"]:
         return layout, index
     if not print_changes:
@@ -215,7 +226,7 @@ def _open_index_if_current(
     return None
 
 
-def _read_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
+def _read_file_stats(layout: Layout, names: list[str]) -> list[list[int | str]]:
     """Returns [size in bytes, version] of each file or folder; [-1, ""] for one that cannot be read. The version is a
     modification time, or a tag that a store such as S3 gives. Raises NotRead if the storage fails.
 
@@ -276,7 +287,7 @@ def _make_index_on_disk(layout: Layout, folder: Path) -> Index:
     layout.notes.clear()  # They may be those of a listing in memory.
     building, pieces = _name_unfinished_folder(folder), layout.list_partitions()
     watch_list = _choose_files_to_watch(layout)
-    _wait_past_modification_times(stats := _read_stats(layout, watch_list))
+    _wait_past_modification_times(stats := _read_file_stats(layout, watch_list))
     plan = {
         "version": VERSION,
         "layout": type(layout).__name__,
@@ -298,7 +309,7 @@ def _make_index_on_disk(layout: Layout, folder: Path) -> Index:
     columns.make_index(layout)
     atomic.write_file(
         building / WATCHED,
-        sealed.render_sealed_json({"names": watch_list + more, "stats": stats + _read_stats(layout, more)}),
+        sealed.render_sealed_json({"names": watch_list + more, "stats": stats + _read_file_stats(layout, more)}),
     )
     if folder.exists():
         old = folder.with_name(f"{folder.name}.old")
@@ -310,9 +321,9 @@ def _make_index_on_disk(layout: Layout, folder: Path) -> Index:
 
 
 def _add_samples_of_partitions(
-    layout: Layout, columns: Columns, pieces: list[str], num_done: int, journal: Path
+    layout: Layout, columns: Columns, partitions: list[str], num_done: int, journal: Path
 ) -> None:
-    """Adds the samples of the pieces from number `num_done` on to the columns, and writes the columns to the disk.
+    """Adds the samples of the partitions from number `num_done` on to the columns, and writes the columns to the disk.
 
     journal: a file that gets a line with what is on the disk, about once a second, at the end and after an error. From
     its last line, an interrupted listing can be resumed.
@@ -329,14 +340,14 @@ def _add_samples_of_partitions(
         initial=columns.number, unit=f" {noun}", unit_scale=True, delay=2, disable=None, desc=f"listing {layout.root}"
     ) as bar:
         try:
-            for number, piece in enumerate(pieces[num_done:], num_done + 1):
-                for sample in layout.iterate_samples(piece):
+            for number, partition in enumerate(partitions[num_done:], num_done + 1):
+                for sample in layout.iterate_samples(partition):
                     columns.add_sample(sample, layout)
                     if columns.number % CHUNK == 0:
                         columns.write_to_disk()
                         bar.update(columns.number - bar.n)
                         get_phases().enter_phase(
-                            f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(pieces):,}"
+                            f"listing {layout.root}: {columns.number:,} {noun}, part {number:,} of {len(partitions):,}"
                         )
                 state = {"done": number, "notes": dict(layout.notes)} | columns.get_state()
                 if time.monotonic() - synced > _SYNC:
@@ -350,14 +361,16 @@ def _add_samples_of_partitions(
 
 def _wait_past_modification_times(stats: list[list[int | str]]) -> None:
     """Waits until 20 ms after the latest modification time in `stats`, so that any later change gets a later time.
-    stats: the result of `_read_stats`.
+    stats: the result of `_read_file_stats`.
     """
     times = [int(version) for _, version in stats if str(version).isdecimal()]
     while times and 0 <= time.time_ns() - max(times) < _TICK:
         time.sleep(_TICK / 4e9)
 
 
-def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout: Layout) -> tuple[Columns | None, int]:
+def _resume_columns(
+    unfinished_folder: Path, journal: Path, plan: dict[str, Any], layout: Layout
+) -> tuple[Columns | None, int]:
     """Returns the columns that an interrupted command has written, and the number of pieces whose samples are in them.
     Restores `layout.notes`, and cuts off what was written after the last line of the journal.
 
@@ -369,10 +382,10 @@ def _resume_columns(building: Path, journal: Path, plan: dict[str, Any], layout:
         if first != plan or not rows:
             return None, 0
         for name, size in rows[-1]["sizes"].items():
-            if os.stat(building / f"{name}.bin").st_size < size:
+            if os.stat(unfinished_folder / f"{name}.bin").st_size < size:
                 return None, 0
-            os.truncate(building / f"{name}.bin", size)
+            os.truncate(unfinished_folder / f"{name}.bin", size)
         layout.notes = rows[-1]["notes"]
-        return Columns(building, layout.classes, rows[-1]), rows[-1]["done"]
+        return Columns(unfinished_folder, layout.classes, rows[-1]), rows[-1]["done"]
     except (OSError, ValueError, KeyError, TypeError):
         return None, 0

@@ -248,12 +248,10 @@ class Index:
         ends = self._columns[name][max(start - 1, 0) : stop]
         return ends if start else np.concatenate((np.zeros(1, np.uint64), ends))
 
-    def _read_text(self, blob: str, ends: str, index: int) -> bytes:
-        """Returns text number `index` of the column `blob`, as bytes. ends: the column that says where each text
-        ends.
-        """
-        column = self._columns[ends]
-        return bytes(self._columns[blob][int(column[index - 1]) if index else 0 : int(column[index])])
+    def _read_text(self, text_column: str, end_column: str, index: int) -> bytes:
+        """Returns text number `index` of the column `text_column`, as bytes. end_column: says where each text ends."""
+        column = self._columns[end_column]
+        return bytes(self._columns[text_column][int(column[index - 1]) if index else 0 : int(column[index])])
 
     def _read_value(self, name: str, index: int) -> int:
         """Returns the value of a sample in a column. A column that was left out has its default value for all
@@ -295,17 +293,17 @@ class Index:
         return getattr(self, name)
 
 
-def hash_columns(columns: dict[str, Any], number: int) -> tuple[str, str]:
+def hash_columns(columns: dict[str, Any], num_samples: int) -> tuple[str, str]:
     """Returns two hashes as hexadecimal text: one of all names and labels, and one of all other columns, or "" if there
     are none.
 
-    number: how many samples there are.
+    num_samples: how many samples there are.
     """
     names, rest = blake2b(digest_size=8), blake2b(digest_size=8)
     for start in range(0, len(columns["names"]), 1 << 20):
         names.update(columns["names"][start : start + (1 << 20)])
-    for start in range(0, number, CHUNK):
-        zeros = np.zeros(min(CHUNK, number - start), np.int32)
+    for start in range(0, num_samples, CHUNK):
+        zeros = np.zeros(min(CHUNK, num_samples - start), np.int32)
         names.update(columns["label"][start : start + CHUNK].tobytes() if "label" in columns else zeros.tobytes())
     more = sorted(set(columns) - {"names", "name_ends", "name_hash", "label"})
     for name in more:

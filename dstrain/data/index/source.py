@@ -129,10 +129,10 @@ class Indexed(Source):
     def compute_fingerprint(self) -> str:
         count = self._count_files()
         files = range(count) if count <= _ASKED else np.linspace(0, count - 1, _ASKED).astype(int)
-        return f"{self._compute_fingerprint_prefix()} {self._summarize_files(files)}"
+        return f"{self._compute_fingerprint_prefix()} {self._compute_files_fingerprint(files)}"
 
     def compute_full_fingerprint(self) -> str:
-        return f"{self._compute_fingerprint_prefix()} {self._summarize_files(range(self._count_files()))}"
+        return f"{self._compute_fingerprint_prefix()} {self._compute_files_fingerprint(range(self._count_files()))}"
 
     @abstractmethod
     def _compute_fingerprint_prefix(self) -> str:
@@ -182,7 +182,7 @@ class Indexed(Source):
             some = numbers[start : start + CHUNK]
             yield [self.name_sample(int(number)) if self.index.single else pieces[number] for number in some]
 
-    def _summarize_files(self, numbers: Sequence[int]) -> str:
+    def _compute_files_fingerprint(self, numbers: Sequence[int]) -> str:
         """Returns "bytes=SUM contents=HASH" for the files with these numbers. SUM is the sum of their sizes, in which
         -1 stands for an unknown size. HASH is a hash of all these sizes and of the result of `_hash_texts`.
 

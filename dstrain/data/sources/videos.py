@@ -74,7 +74,7 @@ def open_videos(
     """
     request = request or Request(CLIPS, "clips", captions=True)
     request = replace(request, captions_file=None if captions is None else str(captions))
-    opened = partial(open_index, kept=index, run=run)
+    opened = partial(open_index, index_folder=index, run=run)
     if held_out_path is None:
         source = Videos(*opened(path, request), cut, split=split, held_out=held_out, leave_out=leave_out)
     else:

@@ -253,7 +253,7 @@ class DiTSystem(System):
         return self.texts.describe_cut(texts, what)
 
     def fingerprint(self, source: Any) -> str:
-        return super().fingerprint(source) + self.texts.make_text_encoder_suffix()
+        return super().fingerprint(source) + self.texts.make_encoder_fingerprint_suffix()
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
         """Returns the conditions, by name, of samples that begin from `images`: {"image_embed": float32 (N, E)} for a

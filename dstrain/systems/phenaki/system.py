@@ -122,7 +122,7 @@ class PhenakiSystem(System):
 
     def fingerprint(self, source: Any) -> str:
         """Returns a text that changes if the training data or the text encoder change."""
-        return source.compute_fingerprint() + self.texts.make_text_encoder_suffix()
+        return source.compute_fingerprint() + self.texts.make_encoder_fingerprint_suffix()
 
     def get_tokenizer(self, device: torch.device | None = None) -> Codec:
         """Returns the frozen tokenizer, moved to `device` unless it is None. The first call loads it. Raises

@@ -489,7 +489,7 @@ def test_what_is_expected_is_read_from_the_disk(tmp_path):
     write(tmp_path / "cache", number=6000, size=6000)
     bench_latents.drop(*(tmp_path / "cache").iterdir())
     source = Latents(tmp_path / "cache")
-    codes = source._open_shard(0)["codes"].reshape(6000, 2, -1)
+    codes = source._get_mapped_shard(0)["codes"].reshape(6000, 2, -1)
     wanted = [codes[3, 1], codes[5990, 1]]
     if any(map(resident, wanted)) or resident(codes):
         pytest.skip("this file system is in memory")

@@ -23,7 +23,7 @@ from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats import open_data_files
 from dstrain.data.formats.base import Request
 from dstrain.data.formats.folders import Folders
-from dstrain.data.index.build import _hash_request, _read_stats
+from dstrain.data.index.build import _hash_request, _read_file_stats
 from dstrain.data.index.columns import Columns
 from dstrain.data.index.index import CHUNK, WATCHED, hash_name
 from dstrain.data.order import Order
@@ -66,7 +66,7 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     Columns(building, state=state).make_index(layout)
     watched = layout.list_watched_files()
     atomic.write_file(
-        building / WATCHED, sealed.render_sealed_json({"names": watched, "stats": _read_stats(layout, watched)})
+        building / WATCHED, sealed.render_sealed_json({"names": watched, "stats": _read_file_stats(layout, watched)})
     )
     building.rename(kept / _hash_request(str(root), request))
 
