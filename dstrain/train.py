@@ -24,7 +24,7 @@ from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.recovery import Divergence
-from dstrain.engine.settings import list_remarks, read_precision
+from dstrain.engine.settings import list_settings_remarks, read_precision
 from dstrain.engine.start import start_process_group
 from dstrain.metrics.in_training import Quality, build_and_prepare_training_metrics
 from dstrain.nn.sequence import share_tokens_among_ranks
@@ -127,7 +127,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
         done += 1
         throughput.count_step(done, losses)
         tracker.move_progress_bar(done)
-        training.saves.report_ended_save()  # reports saves that have ended meanwhile
+        training.saves.report_finished_save()  # reports saves that have ended meanwhile
         stop = ballot.await_outcome()  # everyone together
         if trouble := course.record_step(done, engines.collect_update_flags().values(), losses, done == run.steps):
             done, stop = roll_back(training, done, trouble), False  # raises where there is no way back
@@ -303,7 +303,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
     say("weights: " + ", ".join(f"{part} {count:,}" for part, count in weights.items()))
     if run.save.format == "deepspeed":
         say("note: save.format=deepspeed: going on from these checkpoints needs --trust-pickle")
-    say(*(f"note: {remark}" for remark in list_remarks(settings, group.device().type)), *engines.notes)
+    say(*(f"note: {remark}" for remark in list_settings_remarks(settings, group.device().type)), *engines.notes)
     course = Divergence(run.faults)
     saves = Checkpoints(
         folder / "checkpoints",
@@ -453,7 +453,7 @@ def draw_and_save_samples(training: Training, done: int) -> None:
     recipe names in samples.ema. Seeds and data are the same at each call.
     """
     training.watchdog.enter_phase(done, "samples of step")
-    with training.ema.use_averages(training.run.samples.ema):
+    with training.ema.use_averages_as_weights(training.run.samples.ema):
         shown = draw_grids(training.run, training.system, training.engines.modules, training.shown, training.micro)
         for images, name, columns, captions in [*shown]:  # all or none: measure_resumed_step tells by one of them
             training.tracker.save_samples(done, images, name, columns, captions)
@@ -472,7 +472,7 @@ def evaluate_loss(training: Training, done: int) -> float | None:
 
     raw = {f"raw/{name}": value for name, value in compute_means({}).items()}
     curves: dict[str, list[float]] = {}
-    with training.ema.use_averages(run.samples.ema):
+    with training.ema.use_averages_as_weights(run.samples.ema):
         scores = compute_means(curves) | raw
     training.tracker.report_scores(done, scores, curves)
     return scores["loss"] if run.save.best is True else None
@@ -486,7 +486,7 @@ def measure_quality(training: Training, done: int) -> float | None:
     run, scores = training.run, {}
     first = next(iter(run.ema.decays_and_widths), None) if run.samples.ema is None else run.samples.ema
     for average in run.ema.decays_and_widths or (None,):
-        with training.ema.use_averages(average):
+        with training.ema.use_averages_as_weights(average):
             figures = training.quality.measure(training.engines.modules, training.micro)
         scores |= {name if average == first else f"ema_{average:g}/{name}": value for name, value in figures.items()}
     training.tracker.report_scores(done, scores, kind="metrics")

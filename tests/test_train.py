@@ -42,7 +42,10 @@ def shown(folder: Path, system: System, **samples) -> list[str]:
     """What `show` leaves in a folder."""
     run = Run(samples={"num": 5, "seed": 3} | samples, track={"wandb": "disabled"})
     tracker = track_run(run, folder, ("net",))
-    engines, ema = SimpleNamespace(modules=system.networks()), SimpleNamespace(use_averages=lambda decay: nullcontext())
+    engines, ema = (
+        SimpleNamespace(modules=system.networks()),
+        SimpleNamespace(use_averages_as_weights=lambda decay: nullcontext()),
+    )
     watchdog = SimpleNamespace(enter_phase=lambda step, phase: None)
     draw_and_save_samples(
         SimpleNamespace(

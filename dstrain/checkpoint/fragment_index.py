@@ -58,46 +58,46 @@ def make_shard_index_rows(entries: Iterable[tuple[str, Fragment, Any]], size_and
 
 
 def write_index_files(
-    folder: Path, own: dict[str, Rows], shapes: Callable[[str], dict[str, tuple[int, ...]]]
+    folder: Path, own_rows: dict[str, Rows], find_shapes: Callable[[str], dict[str, tuple[int, ...]]]
 ) -> dict[str, dict[str, Any]]:
     """Writes the index file of each part, on rank 0, from the rows of all ranks. Returns {file name: {size, hash}} on
     rank 0, {} on the others. Call it on all ranks.
 
-    own: this rank's index rows, by part
-    shapes: returns {name: shape} of the trained tensors of a part
+    own_rows: this rank's index rows, by part
+    find_shapes: returns {name: shape} of the trained tensors of a part
     """
-    gathered = group.gather_on_first_rank(own)
+    gathered = group.gather_on_first_rank(own_rows)
     if gathered is None:
         return {}
     return {
         make_index_file_name(part): write_index_file(
-            folder, part, [by_part[part] for by_part in gathered], shapes(part)
+            folder, part, [by_part[part] for by_part in gathered], find_shapes(part)
         )
-        for part in own
+        for part in own_rows
     }
 
 
 def write_index_file(
-    folder: Path, part: str, by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]
+    folder: Path, part: str, rows_by_rank: Sequence[Rows], shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, Any]:
     """Writes the index file of one part, and flushes it to the disk. Returns its {size, hash} for a manifest.
 
-    by_rank: the index rows of each rank's shard
+    rows_by_rank: the index rows of each rank's shard
     shapes: {name: shape} of the part's trained tensors
     """
-    table = np.concatenate([own.table for own in by_rank])
-    table[:, 3] = np.repeat(np.arange(len(by_rank)), [len(own.table) for own in by_rank])
+    table = np.concatenate([own.table for own in rows_by_rank])
+    table[:, 3] = np.repeat(np.arange(len(rows_by_rank)), [len(own.table) for own in rows_by_rank])
     table = np.ascontiguousarray(table[np.lexsort((table[:, 1], table[:, 0]))].T)  # (5, N)
     path = folder / make_index_file_name(part)
-    kinds = list(dict.fromkeys(kind for own in by_rank for kind in own.kinds))
+    kinds = list(dict.fromkeys(kind for own in rows_by_rank for kind in own.kinds))
     header = render_safetensors_header(
         path,
         [(_TENSOR, "I64", table.shape)],
         {
             "kinds": json.dumps(kinds),
             "shapes": json.dumps({name: list(shape) for name, shape in shapes.items()}),
-            "shards": str(len(by_rank)),
-            "seal": _hash_shard_hashes(own.hash for own in by_rank),
+            "shards": str(len(rows_by_rank)),
+            "seal": _hash_hashes_of_shards(own.hash for own in rows_by_rank),
         },
     )
     digest = Digest()
@@ -141,7 +141,7 @@ class FragmentIndex(TensorLocator):
         ]
         return (
             all(name in files for name in names)
-            and _hash_shard_hashes(files[name]["hash"] for name in names) == self._sealed
+            and _hash_hashes_of_shards(files[name]["hash"] for name in names) == self._sealed
         )
 
     def list_value_kinds(self) -> list[str]:
@@ -189,7 +189,7 @@ class FragmentIndex(TensorLocator):
         return int(np.searchsorted(keys, key)), int(np.searchsorted(keys, key, "right"))
 
 
-def _hash_shard_hashes(hashes: Iterable[str]) -> str:
+def _hash_hashes_of_shards(hashes: Iterable[str]) -> str:
     """Returns one hash of the hashes of all shards, in the order of ranks."""
     return hashlib.blake2b("".join(hashes).encode(), digest_size=16).hexdigest()
 

@@ -112,10 +112,10 @@ class _TensorReader(TensorLocator):
 
         Raises ConfigError for an unknown name, another shape, or elements that no shard holds.
         """
-        if shape is not None and tuple(shape) != self.find_shape(name):
+        if shape is not None and tuple(shape) != self.find_tensor_shape(name):
             raise ConfigError(
                 f"{self.part}: {name} has shape {tuple(shape)}, "
-                f"the checkpoint {self.folder} holds {self.find_shape(name)}"
+                f"the checkpoint {self.folder} holds {self.find_tensor_shape(name)}"
             )
         spans = self.find_byte_spans(kind, name, start, None if numel is None else start + numel)
         counts = [span.nbytes // SIZES[self.dtype] for span in spans]
@@ -183,7 +183,7 @@ class StoredWeight(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __new__(cls, shards: Shards | IndexedShards, kind: str, name: str) -> Self:
-        return torch.Tensor._make_wrapper_subclass(cls, shards.find_shape(name), dtype=torch.float32)
+        return torch.Tensor._make_wrapper_subclass(cls, shards.find_tensor_shape(name), dtype=torch.float32)
 
     def __init__(self, shards: Shards | IndexedShards, kind: str, name: str) -> None:
         self._shards, self._place = shards, (kind, name)

@@ -96,7 +96,7 @@ class TensorLocator(ABC):
         """Returns the decay, or relative width (EDM2), of each average of the weights, in the order of the recipe."""
         return [float(kind.removeprefix("ema.")) for kind in self.list_value_kinds() if kind.startswith("ema.")]
 
-    def find_shape(self, name: str) -> tuple[int, ...]:
+    def find_tensor_shape(self, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor. Raises ConfigError if there is no such tensor; the message names the most
         similar one.
         """
@@ -220,7 +220,7 @@ class Fragments(Index):
         """
         for name, found in self.choose_kind_of_each_tensor(kind).items():
             try:
-                yield name, Stored(self.dtype, self.find_shape(name), tuple(self.find_byte_spans(found, name)))
+                yield name, Stored(self.dtype, self.find_tensor_shape(name), tuple(self.find_byte_spans(found, name)))
             except ConfigError as error:
                 raise make_damage_error(self.folder, str(error)) from None
 

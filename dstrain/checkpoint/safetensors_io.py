@@ -145,7 +145,7 @@ def split_entries_into_files(entries: list[Entry], shard_size: int) -> list[list
     return files
 
 
-def write_model(
+def write_huggingface_model(
     folder: Path, entries: list[Entry], shard_size: int, metadata: dict[str, str], progress: Callable[[int], Any]
 ) -> dict[Path, dict[str, Any]]:
     """Writes tensors in Hugging Face's layout, and flushes them to the disk: model.safetensors, or several numbered

@@ -56,7 +56,7 @@ class _Pending:
 
 class Saver:
     """Saves steps into a store, one after another. All ranks must call each method together, except
-    `report_ended_save`.
+    `report_finished_save`.
 
     report   is called with each line for the user, in the main thread of rank 0
     saved    is called with each step whose checkpoint is whole, on rank 0, in any thread
@@ -140,7 +140,7 @@ class Saver:
         if pending is None:
             return
         pending.ended.wait()
-        self.report_ended_save()
+        self.report_finished_save()
         self._pending = None
         if group.is_true_on_any_rank(pending.error is not None):
             self._failures, self._failed = self._failures + 1, pending
@@ -159,7 +159,7 @@ class Saver:
         """Returns whether this rank is still writing a checkpoint."""
         return self._pending is not None and not self._pending.ended.is_set()
 
-    def report_ended_save(self) -> None:
+    def report_finished_save(self) -> None:
         """Reports on rank 0 whether the latest save succeeded. Does nothing if the save is still running, or was
         reported before. Never waits, so that it can be called at each step.
         """
@@ -191,7 +191,7 @@ class Saver:
         """
         if self._pending is not None and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             self._pending.ended.wait()
-            self.report_ended_save()
+            self.report_finished_save()
 
     def _copy_entries_to_host(self, entries: Entries) -> Entries | None:
         """Returns copies of the entries in the host's memory, from which a thread can write. Returns None on all ranks

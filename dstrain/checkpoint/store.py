@@ -138,7 +138,7 @@ class Store:
         tmp = self._make_step_path(step, f".{self._mark}.tmp")
         self.error = find_first_failure(group.gather_objects(failed))
         if self.error is None:
-            files, self.error = hash_all_files(tmp, hashed or {}, self._finish)
+            files, self.error = hash_files_across_ranks(tmp, hashed or {}, self._finish)
         if self.error is None:
             claim = owner.find_claim(self.folder.parent)
             writer = {"run": claim.identity} if claim and claim.identity else {}
@@ -365,7 +365,9 @@ def _is_first_rank() -> bool:
     return group.rank() % group.world() == 0  # before the process group is started a rank is alone
 
 
-def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]) -> tuple[Hashes, str | None]:
+def hash_files_across_ranks(
+    folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes]
+) -> tuple[Hashes, str | None]:
     """Hashes the files in `folder`. Returns ({name: {size, hash}} of all files on rank 0, {} on others; the reason of a
     failure on all ranks, None if there is none). Call it on all ranks.
 
@@ -382,7 +384,7 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
             raise OSError(f"{short[0]} has another size than was written")
     except Exception as error:
         fault = describe_error(error)
-    merged, rest, failed = _merge_hashes(folder, group.gather_on_first_rank((hashed, names, fault)))
+    merged, rest, failed = _merge_hashes_of_ranks(folder, group.gather_on_first_rank((hashed, names, fault)))
     if failed is not None:
         return {}, failed
     more = {}
@@ -391,11 +393,11 @@ def hash_all_files(folder: Path, hashed: Hashes, finish: Callable[[Path], Hashes
         more = hash_files(folder, [name for name in own if (folder / name).is_file()], sync=True)
     except Exception as error:
         fault = describe_error(error)
-    merged_more, _, failed = _merge_hashes(folder, group.gather_on_first_rank((more, [], fault)), rest)
+    merged_more, _, failed = _merge_hashes_of_ranks(folder, group.gather_on_first_rank((more, [], fault)), rest)
     return merged | merged_more, failed
 
 
-def _merge_hashes(
+def _merge_hashes_of_ranks(
     folder: Path, gathered: list[tuple[Hashes, list[str], str | None]] | None, expected: list[str] | None = None
 ) -> tuple[Hashes, list[str], str | None]:
     """Merges the hashes that were gathered on rank 0. Call it on all ranks. Returns:

@@ -132,7 +132,7 @@ def _write_planned_files(order: Order, plan: Plan, out: Path, update: Update) ->
         metadata = {"weights": plan.weights[part], "step": str(plan.facts["step"])}
         metadata |= {"part": part} if part else {}
         folder = out / part if len(plan.parts) > 1 else out
-        written = safetensors_io.write_model(folder, entries, order.shard_size, metadata, update)
+        written = safetensors_io.write_huggingface_model(folder, entries, order.shard_size, metadata, update)
         files |= {path.relative_to(out).as_posix(): entry for path, entry in written.items()}
     if plan.recipe:
         (out / "recipe.yaml").write_bytes(small.read_bytes(plan.recipe, small.MEGABYTE))

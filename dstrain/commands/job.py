@@ -69,7 +69,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
             remarks += checked_remarks
     if problems:
         raise ConfigError(*problems)
-    return Job(run, resolved, settings.list_remarks(resolved, device_type) + remarks, notes)
+    return Job(run, resolved, settings.list_settings_remarks(resolved, device_type) + remarks, notes)
 
 
 def load_checked_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:

@@ -39,7 +39,7 @@ from dstrain.data.open import BuiltinData, find_content_kind, open_layout_and_in
 from dstrain.data.source import BadSample, Item, convert_errors_to_bad_sample
 from dstrain.data.sources.captioned import hash_captions_beside
 from dstrain.disk import atomic, sealed, small
-from dstrain.disk.texts import read_text_file, split_lines
+from dstrain.disk.texts import read_text_file, split_nonblank_lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError, Data, explain_write_errors
@@ -72,7 +72,9 @@ class _Packable(Indexed):
         """
         if not self.captions_beside:
             return self.index.read_captions(row)
-        return split_lines(read_text_file((self.path / self.index.read_name(row)).with_suffix(".txt")))[:1] or ("",)
+        return split_nonblank_lines(read_text_file((self.path / self.index.read_name(row)).with_suffix(".txt")))[
+            :1
+        ] or ("",)
 
     def _hash_texts(self, numbers: Sequence[int]) -> bytes:
         """Returns a hash of the captions of the rows `numbers`."""
@@ -334,7 +336,7 @@ def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes:
             members = {_choose_suffix(name, content, suffixes): content}
             if label is not None:
                 members["cls"] = str(label).encode()
-            if len(captions) == 1 and split_lines(captions[0]) == captions:
+            if len(captions) == 1 and split_nonblank_lines(captions[0]) == captions:
                 members["txt"] = captions[0].encode("utf-8", "replace")
             elif captions:
                 members["json"] = json.dumps({"caption": captions}).encode()

@@ -46,7 +46,7 @@ def strip_space_and_bom(text: str) -> str:
     return text.strip().strip("\ufeff").strip()
 
 
-def split_lines(text: str) -> tuple[str, ...]:
+def split_nonblank_lines(text: str) -> tuple[str, ...]:
     """Returns the lines of a text without white space at their ends, each a caption or a prompt. Leaves out blank
     lines.
     """
@@ -68,7 +68,7 @@ def extract_captions(value: Any) -> tuple[str, ...]:
     return tuple(text for text in texts if text and text.lower() not in _MISSING)
 
 
-def find_json_captions(content: Any) -> tuple[str, ...]:
+def extract_json_captions(content: Any) -> tuple[str, ...]:
     """Returns the captions in a parsed JSON object: the text, or the texts of a list, at the key "caption", else
     "captions", "text" or "prompt". Leaves out values that are not texts. Returns () if `content` is no object or has
     none of these keys.
@@ -82,13 +82,13 @@ def find_json_captions(content: Any) -> tuple[str, ...]:
 
 def parse_caption_file(name: str, content: bytes) -> tuple[str, ...]:
     """Returns the captions in the bytes of a text file beside a sample. A file whose `name` ends in .json is an object
-    as in `find_json_captions`; in any other file each line is a caption. Raises ValueError if the bytes are no text, or
-    no JSON.
+    as in `extract_json_captions`; in any other file each line is a caption. Raises ValueError if the bytes are no text,
+    or no JSON.
     """
     text = decode_text(content)
     if not name.lower().endswith(".json"):
-        return split_lines(text)
-    return find_json_captions(small.parse_json_without_repeated_keys(text))
+        return split_nonblank_lines(text)
+    return extract_json_captions(small.parse_json_without_repeated_keys(text))
 
 
 def parse_label(value: Any, names: Container[str] = ()) -> str | None:

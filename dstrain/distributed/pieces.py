@@ -35,7 +35,7 @@ class Pieces:
         finally:
             _open.remove(self)
 
-    def count_piece_and_vote(self) -> None:
+    def record_piece_and_vote(self) -> None:
         """Counts a piece of work that has ended, such as a micro-batch. After the first one, and then about once a
         second, the ranks vote: if any rank has a reason to stop, Stopped is raised on all. Call it equally often on all
         ranks.
@@ -61,4 +61,4 @@ def record_piece_of_work() -> None:
     """
     get_phases().record_progress()
     if _open:
-        _open[-1].count_piece_and_vote()
+        _open[-1].record_piece_and_vote()

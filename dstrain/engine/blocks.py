@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dstrain.engine.masters import find_full_shape
+from dstrain.engine.masters import get_unpartitioned_shape
 from dstrain.engine.patches import replace_linear_of_zero3
 from dstrain.engine.settings import read_zero_stage
 from dstrain.recipe import ConfigError
@@ -208,17 +208,17 @@ class HostMemory:
         """Starts to copy a tensor to the host's memory. Returns the device of the tensor and the copy, without waiting
         for it.
         """
-        return tensor.device, _copy_to(torch.device("cpu"), tensor)
+        return tensor.device, _copy_to_device(torch.device("cpu"), tensor)
 
     def fetch_from_host(self, sent: tuple[torch.device, Tensor]) -> Tensor:
         """Returns a copy of a tensor on the device from which `send_to_host` took it. `sent` is what that method
         returned.
         """
-        return _copy_to(*sent)
+        return _copy_to_device(*sent)
 
 
 @torch.no_grad()
-def _copy_to(device: torch.device, tensor: Tensor) -> Tensor:
+def _copy_to_device(device: torch.device, tensor: Tensor) -> Tensor:
     """Returns a copy of a tensor on a device, with the same strides. The copy may still be in progress when this
     function returns. Returns a meta tensor as it is, since it has no values.
     """
@@ -277,7 +277,10 @@ def make_structure_key(block: nn.Module) -> tuple:
                 for name, value in vars(module).items()
                 if name != "training" and isinstance(value, (int, float, str, type(None)))
             )
-            shapes = ((name, tuple(find_full_shape(weight))) for name, weight in module.named_parameters(recurse=False))
+            shapes = (
+                (name, tuple(get_unpartitioned_shape(weight)))
+                for name, weight in module.named_parameters(recurse=False)
+            )
             yield type(module), *settings, *shapes
 
     return tuple(iterate_settings_and_shapes())

@@ -89,12 +89,12 @@ class Checkpoints:
             lambda line: self.saver.report(line),
         )
 
-    def report_ended_save(self) -> None:
+    def report_finished_save(self) -> None:
         """Reports, on rank 0, the saves of checkpoints and snapshots that have ended since the last call. Does not wait
         for saves that still run, so that it can be called at each step.
         """
-        self.saver.report_ended_save()
-        self.averages.saver.report_ended_save()
+        self.saver.report_finished_save()
+        self.averages.saver.report_finished_save()
 
     def close(self) -> None:
         """Waits for saves of checkpoints and snapshots that still run, and reports their results. Does neither while a
@@ -319,7 +319,7 @@ class Checkpoints:
                 "updates": masters.update_count,
                 "skipped": masters.skipped_count,
                 "stage": masters.stage,
-                "scaler": masters.scaler_state,
+                "scaler": masters.loss_scaler_state,
                 **self._ema.collect_counters(part),
             }
         return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, counters
@@ -356,7 +356,7 @@ class Checkpoints:
             if native := (path / "deepspeed").is_dir():  # this run may save in the other format
                 self._load_deepspeed_files(part, path, counters["stage"])
             else:
-                saved = {name: shards.find_shape(name) for name in shards.list_tensor_names("master")}
+                saved = {name: shards.find_tensor_shape(name) for name in shards.list_tensor_names("master")}
                 expected = {name: tuple(shape) for name, shape in self._engines.collect_weight_shapes(part).items()}
                 validate.require_same_shapes(path, part, saved, expected)
                 held = {kind for kind in shards.list_value_kinds() if not kind.startswith("ema.")} - {"master", *CODES}
@@ -404,7 +404,7 @@ class Checkpoints:
                 "the updates since then"
             )
         masters.update_count, masters.skipped_count = 0 if anew else counters["updates"], counters["skipped"]
-        masters.scaler_state = counters["scaler"]
+        masters.loss_scaler_state = counters["scaler"]
         masters.copy_masters_to_network()
 
     def _load_deepspeed_files(self, part: str, path: Path, stage: int) -> None:
@@ -423,12 +423,12 @@ class Checkpoints:
         self._engines[part].load_checkpoint(str(path / "deepspeed"), tag=part, load_lr_scheduler_states=False)
 
 
-def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = True) -> dict[str, Tensor]:
+def read_weights(path: Path, part: str, kind: str = "master", load_values: bool = True) -> dict[str, Tensor]:
     """Returns {state-dict name: tensor} of the whole float32 weights and the buffers of one part, from a checkpoint's
     folder.
 
-    kind      master, or ema.NUMBER with the decay or width of an average
-    at_once   False: each weight is a StoredWeight (fragments.py), whose values are read only when they are used
+    kind          master, or ema.NUMBER with the decay or width of an average
+    load_values   False: each weight is a StoredWeight (fragments.py), whose values are read only when they are used
 
     Raises ConfigError if there is no such part or kind, or if DeepSpeed's own files hold the masters.
     """
@@ -442,9 +442,9 @@ def read_weights(path: Path, part: str, kind: str = "master", at_once: bool = Tr
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.list_value_kinds())}")
         weights = (
             make_stored_weights(shards, kind)
-            if not at_once
+            if not load_values
             else {
-                name: shards.read(k, name).reshape(shards.find_shape(name))
+                name: shards.read(k, name).reshape(shards.find_tensor_shape(name))
                 for name, k in shards.choose_kind_of_each_tensor(kind).items()
             }
         )

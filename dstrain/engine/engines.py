@@ -24,7 +24,13 @@ from dstrain.engine.blocks import (
 )
 from dstrain.engine.initial import Networks, Values, allocate_weights, build_networks, return_freed_memory_to_system
 from dstrain.engine.masters import Masters
-from dstrain.engine.optimizers import Decays, build_optimizer, find_full_shape, freeze_weights, group_weights
+from dstrain.engine.optimizers import (
+    Decays,
+    build_optimizer,
+    freeze_weights,
+    get_unpartitioned_shape,
+    make_parameter_groups,
+)
 from dstrain.engine.patches import flatten_weights_without_copy
 from dstrain.engine.settings import (
     are_gradients_summed_in_fp32,
@@ -32,7 +38,7 @@ from dstrain.engine.settings import (
     make_deepspeed_config,
     read_zero_stage,
 )
-from dstrain.engine.updates import Flag, WideSums
+from dstrain.engine.updates import Flag, Fp32GradientSums
 from dstrain.recipe import Optimizer
 
 
@@ -126,14 +132,14 @@ class Engines(Mapping[str, Any]):
         import deepspeed
 
         get_phases().enter_phase("setting up DeepSpeed's engines")
-        groups = list(group_weights(network, choice, decays, blocks, part))
+        groups = list(make_parameter_groups(network, choice, decays, blocks, part))
         config, passes = make_deepspeed_config(self.settings), self.settings["gradient_accumulation_steps"]
         # DeepSpeed counts a sample on each of the ranks that share it.
         config["train_batch_size"] = config["train_micro_batch_size_per_gpu"] * passes * world()
         allocate_weights(network, groups, config)
         optimizer = build_optimizer(groups, choice, is_optimizer_offloaded(self.settings))
         sums = (
-            WideSums(weight for weight in network.parameters() if weight.requires_grad)
+            Fp32GradientSums(weight for weight in network.parameters() if weight.requires_grad)
             if are_gradients_summed_in_fp32(self.settings)
             else None
         )
@@ -166,17 +172,19 @@ class Engines(Mapping[str, Any]):
 
     def collect_weight_shapes(self, part: str) -> dict[str, torch.Size]:
         """Returns {name: shape of the whole weight} for all weights of a part, frozen ones included."""
-        return {name: find_full_shape(weight) for name, weight in self[part].module.named_parameters()}
+        return {name: get_unpartitioned_shape(weight) for name, weight in self[part].module.named_parameters()}
 
     def count_weights_by_part(self, frozen_networks: Iterable[nn.Module]) -> dict[str, int]:
         """Returns {part: number of weights that it trains} and, as "frozen", the number of weights that are not
         trained, those of the networks `frozen_networks` included. The key "frozen" is absent if that number is 0.
         """
         counts = dict.fromkeys(self, 0)
-        still = sum(find_full_shape(weight).numel() for network in frozen_networks for weight in network.parameters())
+        still = sum(
+            get_unpartitioned_shape(weight).numel() for network in frozen_networks for weight in network.parameters()
+        )
         for part, network in self.modules.items():
             for weight in network.parameters():
-                numel = find_full_shape(weight).numel()
+                numel = get_unpartitioned_shape(weight).numel()
                 if weight.requires_grad:
                     counts[part] += numel
                 else:

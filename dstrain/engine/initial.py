@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dstrain.distributed import group
-from dstrain.engine.optimizers import find_full_shape
+from dstrain.engine.optimizers import get_unpartitioned_shape
 from dstrain.engine.settings import read_precision, read_zero_stage
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -277,7 +277,9 @@ def _draw_module_weights(module: nn.Module, seed: int) -> dict[str, Tensor]:
     ]
     try:
         for tensors, name, old in originals:
-            new = torch.zeros(find_full_shape(old), dtype=torch.float32 if old.is_floating_point() else old.dtype)
+            new = torch.zeros(
+                get_unpartitioned_shape(old), dtype=torch.float32 if old.is_floating_point() else old.dtype
+            )
             tensors[name] = nn.Parameter(new) if isinstance(old, nn.Parameter) else new
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)

@@ -28,9 +28,9 @@ from dstrain.distributed import group
 from dstrain.engine.optimizers import (
     CODES,
     Muon,
-    find_full_shape,
     get_moment_in_fp32,
     get_or_make_state,
+    get_unpartitioned_shape,
     reinterpret_bytes_as_floats,
     write_back_8bit_moment,
 )
@@ -77,7 +77,8 @@ class Masters(Updates):
         }[self.stage]()
         if isinstance(self._get_inner_optimizer(), Muon):
             self._get_inner_optimizer().assign_matrices_to_ranks(
-                [self._get_stepped_tensor(number) for number in range(len(self.flats))], self._group_fragments_by_rank()
+                [self._get_optimized_tensor(number) for number in range(len(self.flats))],
+                self._group_fragments_by_rank(),
             )
         compute = {weight.data_ptr() for weight in self._list_compute_weight_shares()}
         # In fp32 the masters may be the compute weights: `use_flats_as_weights` then needs a copy of them.
@@ -106,7 +107,7 @@ class Masters(Updates):
         """
         self.flats = list(self._zero.single_partition_of_fp32_groups)
         self._groups = list(range(len(self.flats)))
-        self._set_own_fragments()
+        self._set_fragments_of_this_rank()
 
     def _locate_masters_at_stage3(self) -> None:
         """Finds this rank's share of the fp32 weights at stage 3. Sets `flats`, one tensor for each sub-group of the
@@ -114,9 +115,9 @@ class Masters(Updates):
         """
         self.flats = list(self._zero.fp32_partitioned_groups_flat)
         self._groups = [self._zero.sub_group_to_group_id[number] for number in range(len(self.flats))]
-        self._set_own_fragments()
+        self._set_fragments_of_this_rank()
 
-    def _set_own_fragments(self) -> None:
+    def _set_fragments_of_this_rank(self) -> None:
         rank = dist.get_rank(self._zero.dp_process_group)
         self.fragments = [fragment for _, fragment in self._iterate_fragments_of_ranks(range(rank, rank + 1))]
 
@@ -134,7 +135,7 @@ class Masters(Updates):
             for number, (weights, flat) in enumerate(zip(zero.bit16_groups, self.flats)):
                 runs.append((weights, number, 0, flat.numel()))
         for weights, number, begin, share in runs:
-            shapes = [tuple(find_full_shape(weight)) for weight in weights]
+            shapes = [tuple(get_unpartitioned_shape(weight)) for weight in weights]
             for index, rank, start, numel, offset in cut_weights_into_shares(map(math.prod, shapes), share, ranks):
                 fragment = Fragment(self._names[id(weights[index])], shapes[index], start, numel)
                 yield rank, (fragment, number, begin + offset)
@@ -152,7 +153,7 @@ class Masters(Updates):
                 start = min(dist.get_rank(self._zero.dp_process_group) * values.numel(), weight.ds_numel)
                 values = values.narrow(0, 0, min(values.numel(), weight.ds_numel - start))  # the last one is padded
             if values.numel():
-                yield Fragment(name, tuple(find_full_shape(weight)), start, values.numel()), values
+                yield Fragment(name, tuple(get_unpartitioned_shape(weight)), start, values.numel()), values
 
     def iterate_frozen_weights_to_save(self) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields (fragment, values) of the frozen weights that this rank writes into a checkpoint. Each element is
@@ -336,7 +337,7 @@ class Masters(Updates):
     def _get_moment_names_of_flat(self, flat_number: int) -> tuple[str, ...]:
         return self._get_inner_optimizer().param_groups[self._groups[flat_number]]["moments"]
 
-    def _get_stepped_tensor(self, flat_number: int) -> Tensor:
+    def _get_optimized_tensor(self, flat_number: int) -> Tensor:
         """Returns the tensor that the optimizer updates when it steps `flats[flat_number]`: this tensor itself, or at
         stage 0 in fp32 the network's parameter, which shares its memory.
         """
@@ -345,7 +346,7 @@ class Masters(Updates):
     def _get_optimizer_state(self, flat_number: int) -> dict[str, Any]:
         return get_or_make_state(
             self._get_inner_optimizer(),
-            self._get_stepped_tensor(flat_number),
+            self._get_optimized_tensor(flat_number),
             self._get_moment_names_of_flat(flat_number),
         )
 

@@ -40,7 +40,7 @@ CODES = ("state1", "absmax1", "state2", "absmax2")  # of bitsandbytes: a moment'
 _BLOCK = 256
 
 
-def find_full_shape(tensor: Tensor) -> torch.Size:
+def get_unpartitioned_shape(tensor: Tensor) -> torch.Size:
     """Returns the shape of the whole tensor, even of a parameter that ZeRO-3 has partitioned."""
     return torch.Size(getattr(tensor, "ds_shape", tensor.shape))
 
@@ -93,7 +93,7 @@ def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] 
             )
 
 
-def group_weights(
+def make_parameter_groups(
     network: nn.Module, choice: Optimizer, decays: Decays, blocks: tuple[type[nn.Module], ...], part: str = ""
 ) -> Iterator[Group]:
     """Yields the optimizer's parameter groups of a network, without frozen weights. The weights of a group agree in
@@ -107,7 +107,7 @@ def group_weights(
     }
     weights: dict[tuple[bool, bool, float], list[nn.Parameter]] = {}
     for name, weight in network.named_parameters():
-        shaped = torch.empty(find_full_shape(weight), device="meta")
+        shaped = torch.empty(get_unpartitioned_shape(weight), device="meta")
         if not shaped.numel():
             raise ConfigError(f"system: {name} has no elements, and a checkpoint could not hold it: leave it out")
         if not weight.requires_grad:

@@ -15,7 +15,7 @@ from dstrain.engine.schema import (
     find_decision_on_key,
     get_dotted_setting,
     iterate_dotted_keys,
-    quote_value,
+    render_short_json,
 )
 from dstrain.recipe import suggest_key
 
@@ -42,14 +42,14 @@ _WORDS = {
 _CORRECT = "correct it, or remove it for its default"
 
 
-def drop_nulls(settings: dict[str, Any], prefix: str = "") -> None:
+def drop_null_settings(settings: dict[str, Any], prefix: str = "") -> None:
     """Removes, in place, each key of DeepSpeed's JSON whose value is null, which stands for the default; in inner
     sections, too. Keeps zero_optimization.stage and keys that dstrain does not know, so that later checks refuse them.
     """
     for name, value in list(settings.items()):
         key = f"{prefix}{name}"
         if isinstance(value, dict):
-            drop_nulls(value, f"{key}.")
+            drop_null_settings(value, f"{key}.")
         elif value is None and key != "zero_optimization.stage" and _is_known_key(key):
             del settings[name]
 
@@ -168,10 +168,10 @@ def _describe_validation_fault(key: str, error: dict[str, Any], known_keys: Iter
     if error["type"] == "enum":  # DeepSpeed's stages have an alias, named twice
         members = dict.fromkeys(error["ctx"]["expected"].replace(" or ", ", ").split(", "))
         members.pop("'nvme'", None)  # settings.py refuses it
-        return f'"{key}" is {quote_value(error["input"])}: write one of {", ".join(members)}'
+        return f'"{key}" is {render_short_json(error["input"])}: write one of {", ".join(members)}'
     if error["type"] in ("int_parsing", "float_parsing"):
-        return f'"{key}" is {quote_value(error["input"])}: write a number, without quotation marks'
-    value = f" is {quote_value(error['input'])}" if error["loc"] else ""  # else the whole section
+        return f'"{key}" is {render_short_json(error["input"])}: write a number, without quotation marks'
+    value = f" is {render_short_json(error['input'])}" if error["loc"] else ""  # else the whole section
     return f'"{key}"{value}: {error["msg"].removeprefix("Value error, ")}; {_CORRECT}'
 
 
@@ -189,9 +189,9 @@ def _describe_converted_values(section: str, block: dict[str, Any], parsed: Any)
         if isinstance(value, dict):
             yield from _describe_converted_values(f"{section}.{key}", value, read)
         elif isinstance(read, bool) and not isinstance(value, bool):
-            yield f'"{section}.{key}" is {quote_value(value)}: write true or false'
+            yield f'"{section}.{key}" is {render_short_json(value)}: write true or false'
         elif isinstance(read, (int, float)) and isinstance(value, (bool, str)) and not isinstance(read, bool):
-            yield f'"{section}.{key}" is {quote_value(value)}: write a number, without quotation marks'
+            yield f'"{section}.{key}" is {render_short_json(value)}: write a number, without quotation marks'
 
 
 def _describe_values_in_place_of_sections(settings: dict[str, Any]) -> Iterator[str]:
@@ -200,7 +200,7 @@ def _describe_values_in_place_of_sections(settings: dict[str, Any]) -> Iterator[
     for key in dict.fromkeys(".".join(parts[:count]) for parts in words for count in range(1, len(parts))):
         value = get_dotted_setting(settings, key)
         if value is not None and not isinstance(value, dict):
-            yield f'"{key}" is {quote_value(value)}: write a section, {{...}}, or remove it'
+            yield f'"{key}" is {render_short_json(value)}: write a section, {{...}}, or remove it'
 
 
 def _describe_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
@@ -210,19 +210,19 @@ def _describe_wrong_values(settings: dict[str, Any]) -> Iterator[str]:
     for key in _TRUTHS:
         value = get_dotted_setting(settings, key)
         if value not in (None, "auto") and not isinstance(value, bool):
-            yield f'"{key}" is {quote_value(value)}: write true or false'
+            yield f'"{key}" is {render_short_json(value)}: write true or false'
     for key, least in _COUNTS.items():
         value = get_dotted_setting(settings, key)
         if value not in (None, "auto") and (type(value) is not int or value < least):
-            yield f'"{key}" is {quote_value(value)}: write a whole number from {least} on'
+            yield f'"{key}" is {render_short_json(value)}: write a whole number from {least} on'
     key = "flops_profiler.recompute_fwd_factor"
     value = get_dotted_setting(settings, key)
     if value not in (None, "auto") and (type(value) not in (int, float) or value < 0):
-        yield f'"{key}" is {quote_value(value)}: write a number from 0 on'
+        yield f'"{key}" is {render_short_json(value)}: write a number from 0 on'
     for key, words in _WORDS.items():
         value = get_dotted_setting(settings, key)
         if value not in (None, "auto", *words):
-            yield f'"{key}" is {quote_value(value)}: write one of {", ".join(words)}'
+            yield f'"{key}" is {render_short_json(value)}: write one of {", ".join(words)}'
 
 
 def _drop_auto_entries(value: Any) -> Any:

@@ -135,11 +135,11 @@ def forget_process_groups_at_end() -> Iterator[None]:
 
 def replace_linear_of_zero3() -> None:
     """Replaces the forward pass of ZeRO-3's linear layer by `_apply_linear`, and the layer's test whether a weight is
-    partitioned by `_is_partitioned`, in the whole process.
+    partitioned by `_needs_gathering`, in the whole process.
     """
     from deepspeed.runtime.zero import linear
 
-    linear.is_zero_param = _is_partitioned
+    linear.is_zero_param = _needs_gathering
     linear.LinearFunctionForZeroStage3.forward = staticmethod(_apply_linear)
 
 
@@ -153,7 +153,7 @@ def _apply_linear(values: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     return torch.ops.aten.linear(values, weight, bias)
 
 
-def _is_partitioned(weight: Tensor) -> bool:
+def _needs_gathering(weight: Tensor) -> bool:
     """Returns whether ZeRO-3 manages a weight, so that its values must be gathered for the backward pass. Always
     returns False in compiled blocks, whose weights are gathered already.
     """
@@ -170,11 +170,11 @@ def flatten_weights_without_copy() -> Iterator[None]:
 
     copying, inside = stage_1_and_2._flatten_dense_tensors, True
 
-    def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    def flatten_or_reuse(tensors: Sequence[Tensor]) -> Tensor:
         flat = _find_common_flat_tensor(tensors) if inside else None  # the optimizer keeps this function for gradients
         return copying(tensors) if flat is None else flat
 
-    stage_1_and_2._flatten_dense_tensors = flatten
+    stage_1_and_2._flatten_dense_tensors = flatten_or_reuse
     try:
         yield
     finally:
@@ -337,11 +337,11 @@ def make_device_await_reductions(zero: Any, stage: int) -> None:
         zero.reduce_and_partition_stream = _DeviceWaitStream()
     elif stage < 3:
         zero.independent_gradient_partition_epilogue = partial(
-            _end_backward, zero, zero.independent_gradient_partition_epilogue
+            _end_backward_without_host_wait, zero, zero.independent_gradient_partition_epilogue
         )
 
 
-def _end_backward(zero: Any, epilogue: Callable[[], None]) -> None:
+def _end_backward_without_host_wait(zero: Any, epilogue: Callable[[], None]) -> None:
     """Ends a backward pass at stages 1 and 2. It replaces a method of DeepSpeed, which is passed as `epilogue`, and
     calls it. With overlap_comm, DeepSpeed's method makes the host wait for the whole device; here only later work on
     the device waits for the reductions of gradients.

@@ -280,7 +280,7 @@ def describe_unsupported_keys(settings: dict[str, Any]) -> Iterator[str]:
         if reason is _NVME and device == "nvme":
             continue  # the device itself is refused
         if value not in (None, [], "auto", key in _ON_ANYWAY):
-            yield f'"{key}" is {quote_value(value)}, which changes nothing: {reason}; remove it'
+            yield f'"{key}" is {render_short_json(value)}, which changes nothing: {reason}; remove it'
 
 
 def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
@@ -316,7 +316,7 @@ def iterate_dotted_keys(section: dict[str, Any], prefix: str = "") -> Iterator[s
             yield prefix + name
 
 
-def quote_value(value: Any) -> str:
+def render_short_json(value: Any) -> str:
     """Returns a value as JSON, cut after 60 characters."""
     return json.dumps(value, default=str)[:60]
 

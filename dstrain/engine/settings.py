@@ -17,13 +17,13 @@ from typing import Any
 
 from dstrain.disk import small
 from dstrain.distributed.launcher import read_rank_and_world
-from dstrain.engine.parser import describe_refused_settings, drop_nulls
+from dstrain.engine.parser import describe_refused_settings, drop_null_settings
 from dstrain.engine.schema import (
     describe_idle_keys,
     describe_unknown_keys,
     describe_unsupported_keys,
     extract_quoted_key,
-    quote_value,
+    render_short_json,
 )
 from dstrain.recipe import BatchSize, ConfigError, Faults, Optimizer, format_divisors, suggest_files
 
@@ -75,7 +75,7 @@ def resolve_deepspeed_settings(
     if "bfloat16" in settings and "bf16" not in settings:
         settings["bf16"] = settings.pop("bfloat16")
     problems = list(describe_unsupported_keys(settings))
-    drop_nulls(settings)
+    drop_null_settings(settings)
     problems += _describe_optimizer_contradictions(settings.pop("optimizer", {}), optimizer)
     problems += _fill_in_recipe_values(settings, batch, optimizer, world, sequence)
     problems += _replace_auto_values(settings, device_type, settings_at_start)
@@ -168,7 +168,7 @@ def make_deepspeed_config(settings: Settings) -> Settings:
     return own
 
 
-def list_remarks(settings: Settings, device_type: str) -> list[str]:
+def list_settings_remarks(settings: Settings, device_type: str) -> list[str]:
     """Returns remarks for the user, one a line, on settings that are allowed, but slow, costly or without effect."""
     zero, bf16 = settings.get("zero_optimization", {}), read_precision(settings) == "bf16"
     checked = settings.get("bf16", {}).get("check_grad_overflow", True) and zero.get("compute_grad_norm", True)
@@ -426,7 +426,10 @@ def _describe_combination_problems(
             "which a rank owns no part while the GPU still reads it: write true"
         )
     if (factor := settings.get("gradient_predivide_factor", 1.0)) != 1:
-        yield f'"gradient_predivide_factor" is {quote_value(factor)}, and DeepSpeed knows 1 alone with ZeRO: remove it'
+        yield (
+            f'"gradient_predivide_factor" is {render_short_json(factor)}, and DeepSpeed knows 1 alone with ZeRO: '
+            "remove it"
+        )
     yield from _describe_profiler_problems(settings.get("flops_profiler", {}))
     if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
         yield 'dstrain does not support "zero_optimization.offload_optimizer.ratio" below 1: remove it'
@@ -459,7 +462,10 @@ def _describe_profiler_problems(profiler: Settings) -> Iterator[str]:
     above = next((folder for folder in Path(str(path)).absolute().parents if folder.exists()), Path("/"))
     target = path if Path(str(path)).is_file() else above
     if not isinstance(path, str) or Path(path).is_dir() or not above.is_dir() or not os.access(target, os.W_OK):
-        yield f'"flops_profiler.output_file" is {quote_value(path)}, which cannot be written: name a file, or remove it'
+        yield (
+            f'"flops_profiler.output_file" is {render_short_json(path)}, which cannot be written: name a file, or '
+            "remove it"
+        )
 
 
 def can_cpu_multiply_bf16() -> bool:

@@ -50,7 +50,7 @@ def start_process_group(timeout_minutes: float = 30) -> None:
                 get_phases().enter_phase(f"meeting {place.world - 1} other ranks at {os.environ['MASTER_ADDR']}")
             _start_process_group_of_launch(deepspeed.get_accelerator().communication_backend_name(), timeout)
             with (
-                _announce_operator_compiling(),
+                _announce_operator_compilation(),
                 redirect_stdout(io.StringIO()),
             ):  # each rank would print a line of DeepSpeed's own
                 deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False, timeout=timeout)
@@ -108,7 +108,7 @@ def _warn_of_shared_torchrun_store() -> None:
 
 
 @contextmanager
-def _announce_operator_compiling() -> Iterator[None]:
+def _announce_operator_compilation() -> Iterator[None]:
     """Prints, before the block, that DeepSpeed will compile its operator for exchanges on the CPU inside the block, and
     after the block how long it took. Prints nothing on a GPU, or if the operator is compiled already.
     """

@@ -14,9 +14,9 @@ switches the checks off.
 Gradients of 16 bits are summed in fp32 over the micro-batches of a step, since a 16-bit sum loses precision with each
 of them. At stages 2 and 3 DeepSpeed's `data_types.grad_accum_dtype` does so: it adds each reduced gradient to a
 partition in fp32. At stage 0 DeepSpeed refuses the key, and at stage 1 in bf16 the key makes it use an optimizer with
-other checkpoints. There WideSums keeps the sum in fp32 beside the weights, and moves it into the weights' gradients on
-the last micro-batch, in the precision of the network, which is also that of the reduction. One rank has nothing to
-reduce: its gradients are summed where the optimizer reads them, and the sum is not rounded.
+other checkpoints. There Fp32GradientSums keeps the sum in fp32 beside the weights, and moves it into the weights'
+gradients on the last micro-batch, in the precision of the network, which is also that of the reduction. One rank has
+nothing to reduce: its gradients are summed where the optimizer reads them, and the sum is not rounded.
 
 It reads DeepSpeed's internals; patches.py replaces some of them.
 """
@@ -41,7 +41,7 @@ from dstrain.engine.patches import (
 )
 
 
-class WideSums:
+class Fp32GradientSums:
     """Sums the gradients of `weights` in fp32 over the micro-batches of a step. Create it before the engine, so that
     its hooks run before DeepSpeed's.
     """
@@ -157,13 +157,13 @@ class Updates:
         if self._check_on_device and self._torch_fp32:
             replace_optimizer_step(engine, None)
         elif self._check_on_device:
-            replace_optimizer_step(engine, self._step_stage3 if self.stage == 3 else self._step_stage12)
+            replace_optimizer_step(engine, self._step_at_stage3 if self.stage == 3 else self._step_at_stages12)
             if self._needs_no_reduction:
-                self._skip_reduction()
+                self._skip_gradient_reduction()
             elif engine.zero_overlap_comm() if self.stage == 3 else self._zero.overlap_comm:
                 make_device_await_reductions(self._zero, self.stage)
         if self._has_dynamic_scale:
-            disable_loss_scale_updates(self._zero)  # `count_last_step_result` changes it
+            disable_loss_scale_updates(self._zero)  # `record_last_step_result` changes it
 
     def step(self) -> None:
         """Ends a micro-batch after its backward pass. On the last micro-batch of a step, takes the optimizer's step,
@@ -176,7 +176,7 @@ class Updates:
             self.engine.step()
             self.applied = Flag(False)
             return
-        self.count_last_step_result()
+        self.record_last_step_result()
         if self._torch_fp32:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
             self._compute_gradient_norm_and_scale(
@@ -194,7 +194,7 @@ class Updates:
         self.applied = Flag(self._norm.isfinite().float() if self._check_on_device else self.engine.was_step_applied())
         self._unread = self.applied
 
-    def count_last_step_result(self) -> None:
+    def record_last_step_result(self) -> None:
         """Counts the latest step as skipped or applied, and raises or lowers a dynamic loss scale by this result. Does
         nothing if the step was counted before. Waits for the device.
         """
@@ -212,7 +212,7 @@ class Updates:
         before the backward pass, for which the loss is multiplied by the scale.
         """
         if self._has_dynamic_scale:
-            self.count_last_step_result()
+            self.record_last_step_result()
 
     @torch.no_grad()
     def _compute_gradient_norm_and_scale(
@@ -223,7 +223,7 @@ class Updates:
         finite, else 0; and `grad_scale`, the number by which the optimizer divides gradients for the loss scale and for
         clipping.
 
-        norms   norms of those pieces of the gradients that this rank has
+        norms           norms of those pieces of the gradients that this rank has
         process_group   the process group over which the pieces lie; None: this rank has all of them
         """
         scale, clip = self.loss_scale or 1.0, self.engine.gradient_clipping()
@@ -251,9 +251,9 @@ class Updates:
             and zero.communication_data_type == zero.dtype
         )
 
-    def _skip_reduction(self) -> None:
-        """Makes DeepSpeed leave the gradients of a single rank in `weight.grad`, and removes WideSums, if it is in use.
-        If gradients of several micro-batches are summed in fp32, the sums are from now on in `grad` of the fp32
+    def _skip_gradient_reduction(self) -> None:
+        """Makes DeepSpeed leave the gradients of a single rank in `weight.grad`, and removes Fp32GradientSums, if it is
+        in use. If gradients of several micro-batches are summed in fp32, the sums are from now on in `grad` of the fp32
         weights.
         """
         skip_gradient_reduction(self._zero)
@@ -280,7 +280,7 @@ class Updates:
         return [*pieces, pieces[0].new_zeros(padding)] if padding else pieces
 
     @torch.no_grad()
-    def _step_stage12(self) -> None:
+    def _step_at_stages12(self) -> None:
         """Takes the optimizer's step at stages 1 and 2. It replaces DeepSpeed's method, with the same result, but
         computes only one norm and makes no second copy of the gradients.
         """
@@ -310,7 +310,7 @@ class Updates:
         zero.update_lp_params()
 
     @torch.no_grad()
-    def _step_stage3(self) -> None:
+    def _step_at_stage3(self) -> None:
         """Takes the optimizer's step at stage 3. It replaces DeepSpeed's method, with the same result, but computes
         only one norm, and gathers all small weights, which stay whole on each rank, in one exchange.
         """
@@ -372,7 +372,7 @@ class Updates:
     @property
     def skipped_count(self) -> int:
         """Returns the number of steps since the run began that were skipped, because a gradient was not finite."""
-        self.count_last_step_result()
+        self.record_last_step_result()
         return self.engine.skipped_steps
 
     @skipped_count.setter
@@ -401,15 +401,15 @@ class Updates:
         return self.engine.fp16_enabled() and self.engine.dynamic_loss_scale()
 
     @property
-    def scaler_state(self) -> dict[str, float]:
+    def loss_scaler_state(self) -> dict[str, float]:
         """Returns the dynamic loss scale and its counters, by DeepSpeed's names, for a checkpoint; {} if the scale is
         fixed or there is none.
         """
-        self.count_last_step_result()
+        self.record_last_step_result()
         return {name: getattr(self._zero.loss_scaler, name) for name in _SCALER_STATE if self._has_dynamic_scale}
 
-    @scaler_state.setter
-    def scaler_state(self, state: dict[str, float]) -> None:
+    @loss_scaler_state.setter
+    def loss_scaler_state(self, state: dict[str, float]) -> None:
         if self._has_dynamic_scale and state.keys() == set(_SCALER_STATE):  # not where the run was in another precision
             self._unread = None
             vars(self._zero.loss_scaler).update(state)

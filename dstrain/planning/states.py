@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from dstrain.engine.blocks import require_known_leaf_modules
-from dstrain.engine.optimizers import freeze_weights, group_weights
+from dstrain.engine.optimizers import freeze_weights, make_parameter_groups
 from dstrain.engine.planning.memory_kinds import OFFLOADED
 from dstrain.engine.settings import is_optimizer_offloaded, read_offload_device, read_precision, read_zero_stage
 from dstrain.recipe import Run
@@ -99,7 +99,7 @@ def _iterate_optimizer_group_sizes(
     """Yields, for each group of a part's optimizer, three numbers: of weights, of moments of each weight, and of
     averages of each weight.
     """
-    for members in group_weights(network, run.optimizer, system.decays, system.blocks(), part):
+    for members in make_parameter_groups(network, run.optimizer, system.decays, system.blocks(), part):
         yield (
             sum(weight.numel() for weight in members["params"]),
             len(members["moments"]),

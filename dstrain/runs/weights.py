@@ -112,7 +112,7 @@ def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) 
         if part != first and kind == "master" and (path / "deepspeed").is_dir():
             notes.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
         else:
-            adapted[part] = _adapt_part(system, part, read_weights(path, part, kind, at_once=False), path)
+            adapted[part] = _adapt_part(system, part, read_weights(path, part, kind, load_values=False), path)
     return adapted, notes
 
 

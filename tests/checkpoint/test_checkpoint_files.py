@@ -129,7 +129,7 @@ def test_lines_on_what_is_written_beside_training(tmp_path, end):
     trial.saves.averages.saver.store.list_steps = lambda: []
     trial.saves.save(1)
     trial.saves.averages.write_snapshot_if_due(1)
-    trial.saves.report_ended_save()
+    trial.saves.report_finished_save()
     assert trial.lines == [] and trial.saves.saver.is_writing and trial.saves.averages.saver.is_writing
     if end == "close":
         threading.Timer(0.2, slow.set).start()
@@ -140,7 +140,7 @@ def test_lines_on_what_is_written_beside_training(tmp_path, end):
         while (trial.saves.saver.is_writing or trial.saves.averages.saver.is_writing) and time.monotonic() < deadline:
             time.sleep(0.01)
         for _ in range(2):
-            trial.saves.report_ended_save()
+            trial.saves.report_finished_save()
     assert [line.split(" in ")[0] for line in trial.lines] == ["saved step 1", "averages: saved step 1"]
 
 

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dstrain.checkpoint import deepspeed_files, torch_files
-from dstrain.checkpoint.safetensors_io import write_model
+from dstrain.checkpoint.safetensors_io import write_huggingface_model
 from dstrain.recipe import ConfigError
 
 SHAPES = [{"a.weight": (3, 5), "a.bias": (), "b.weight": (2,)}, {"c.weight": (4, 1, 3), "d": (1,)}]  # two groups
@@ -121,7 +121,7 @@ def altered(path: Path, **changes) -> None:
 
 def read(folder: Path) -> tuple[dict[str, Tensor], deepspeed_files.Checkpoint]:
     checkpoint = deepspeed_files.read_deepspeed_checkpoint(folder, True, "F32")
-    write_model(folder / "out", checkpoint.entries, 10**9, {}, lambda count: None)
+    write_huggingface_model(folder / "out", checkpoint.entries, 10**9, {}, lambda count: None)
     return load_file(folder / "out" / "model.safetensors"), checkpoint
 
 

@@ -86,7 +86,7 @@ def test_every_run_of_elements(tmp_path, world):
     with index:
         for (kind, name), values in truth.items():
             assert index.has_tensor(kind, name) and torch.equal(index.read(kind, name), values.flatten())
-            assert name not in SHAPES or index.find_shape(name) == tuple(values.shape)
+            assert name not in SHAPES or index.find_tensor_shape(name) == tuple(values.shape)
             for start, end in itertools.combinations(range(0, values.numel() + 1, 3), 2):
                 assert torch.equal(index.read(kind, name, start, end - start), values.flatten()[start:end])
                 assert index.find_byte_spans(kind, name, start, end) == headers.find_byte_spans(kind, name, start, end)

@@ -61,7 +61,7 @@ def test_any_partition_loads_into_any_other(data):
             for kind, named in kinds.items():
                 assert set(shards.list_tensor_names(kind)) == set(SHAPES)
                 for name, whole in named.items():
-                    assert shards.find_shape(name) == SHAPES[name]
+                    assert shards.find_tensor_shape(name) == SHAPES[name]
                     cuts = sorted({0, whole.numel(), *(e for e in data.draw(edges) if e < whole.numel())})
                     read = [shards.read(kind, name, a, b - a) for a, b in itertools.pairwise(cuts)]
                     assert torch.equal(torch.cat(read), whole.flatten())

@@ -74,7 +74,7 @@ def test_bytes_of_a_run(tmp_path):
     assert index.find_byte_spans("master", "w", 7, 7) == [] and index.find_byte_spans("master", "b", 0, 1) == [
         span(16, 1)
     ]
-    assert index.find_byte_spans("master", "w", 12) == [] and index.find_shape("w") == (3, 4)
+    assert index.find_byte_spans("master", "w", 12) == [] and index.find_tensor_shape("w") == (3, 4)
     for start, end in ((-1, 3), (4, 3), (0, 13)):
         with pytest.raises(ConfigError, match=rf"net: elements {start} .. {end} of w are outside of shape \(3, 4\)"):
             index.find_byte_spans("master", "w", start, end)
@@ -199,7 +199,7 @@ def test_kinds_and_names(tmp_path):
         and index.metadata == {"step": "3"}
     )
     with pytest.raises(ConfigError, match="net: the checkpoint .* holds no tensor named c$"):
-        index.find_shape("c")
+        index.find_tensor_shape("c")
     assert "checkpoint a/b is damaged (torn): take an older one with --step" in str(
         make_damage_error(Path("a/b"), "torn")
     )

@@ -280,9 +280,9 @@ def test_a_save_is_reported_once(tmp_path):
     while trial.saver.is_writing:
         time.sleep(0.01)
     for _ in range(3):
-        trial.saver.report_ended_save()
+        trial.saver.report_finished_save()
     trial.saver.wait_for_save()
-    trial.saver.report_ended_save()
+    trial.saver.report_finished_save()
     assert len(trial.reports) == 1
 
 

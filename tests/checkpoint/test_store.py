@@ -658,5 +658,5 @@ def test_a_file_that_another_rank_sees(tmp_path):
     where all see all.
     """
     (tmp_path / "a").write_bytes(b"x")
-    assert store_module._merge_hashes(tmp_path, [({}, ["a"], None)]) == ({}, ["a"], None)
-    assert "b is not seen by all ranks" in store_module._merge_hashes(tmp_path, [({}, ["a", "b"], None)])[2]
+    assert store_module._merge_hashes_of_ranks(tmp_path, [({}, ["a"], None)]) == ({}, ["a"], None)
+    assert "b is not seen by all ranks" in store_module._merge_hashes_of_ranks(tmp_path, [({}, ["a", "b"], None)])[2]

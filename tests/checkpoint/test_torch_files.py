@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from dstrain.checkpoint import safetensors_io, torch_files
-from dstrain.checkpoint.safetensors_io import Entry, write_model
+from dstrain.checkpoint.safetensors_io import Entry, write_huggingface_model
 from dstrain.recipe import ConfigError
 
 
@@ -111,7 +111,7 @@ def test_a_name_of_the_longest(tmp_path):
     path = tmp_path / f"{'a' * 252}.pt"
     torch.save({"w": torch.arange(5)}, path)
     entry = Entry("w", torch_files.load_torch_file(path).value["w"], "I64")
-    write_model(tmp_path / "out", [entry], 10**9, {}, lambda count: None)
+    write_huggingface_model(tmp_path / "out", [entry], 10**9, {}, lambda count: None)
     assert load_file(tmp_path / "out" / "model.safetensors")["w"].tolist() == [0, 1, 2, 3, 4]
 
 
@@ -178,7 +178,7 @@ def test_a_tensor_larger_than_what_is_copied_at_a_time(tmp_path):
     values = torch.arange(100_000)
     torch.save({"first": torch.zeros(3), "w": values}, tmp_path / "a.pt")
     entry = Entry("w", torch_files.load_torch_file(tmp_path / "a.pt").value["w"], "I64")
-    write_model(tmp_path / "out", [entry], 10**9, {}, lambda count: None)
+    write_huggingface_model(tmp_path / "out", [entry], 10**9, {}, lambda count: None)
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["w"], values)
 
 
@@ -191,7 +191,7 @@ def test_what_is_written_is_synced(tmp_path, synced, shard_size):
     ]
     out = tmp_path / "new" / "out"
     for _ in range(2):
-        write_model(out, entries, shard_size, {}, lambda count: None)
+        write_huggingface_model(out, entries, shard_size, {}, lambda count: None)
     assert synced == {path.name: path.stat().st_size for path in out.iterdir()}
     assert len(synced) == (1 if shard_size > 16 else 3)
 
@@ -219,6 +219,6 @@ def test_where_elements_lie(tmp_path):
     )
     content = torch_files.load_torch_file(tmp_path / "a.pt").value
     entries = [Entry(name, value, value.dtype) for name, value in content.items()]
-    write_model(tmp_path, entries, 10**9, {}, lambda count: None)
+    write_huggingface_model(tmp_path, entries, 10**9, {}, lambda count: None)
     for name, tensor in safetensors_io.read_safetensors_header(tmp_path / "model.safetensors")[0].items():
         assert tensor.spans[0].offset % int(name) == 0 and tensor.spans[0].nbytes == 3 * int(name)

@@ -498,7 +498,7 @@ def test_files_of_torch(tmp_path):
         for name, value in read.items()
         if isinstance(value, safetensors_io.Stored)
     ]
-    safetensors_io.write_model(tmp_path / "o", entries, 10**9, {}, lambda _: None)
+    safetensors_io.write_huggingface_model(tmp_path / "o", entries, 10**9, {}, lambda _: None)
     found = load_file(tmp_path / "o" / "model.safetensors")
     assert same(found, {name: value.detach().contiguous() for name, value in content.items() if name != "nested"})
 

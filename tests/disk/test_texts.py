@@ -17,7 +17,7 @@ from dstrain.data.formats.base import Request
 from dstrain.data.formats.clips import read_captions_file
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
-from dstrain.disk.texts import decode_text, extract_captions, parse_caption_file, parse_label, split_lines
+from dstrain.disk.texts import decode_text, extract_captions, parse_caption_file, parse_label, split_nonblank_lines
 from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import ConfigError
 from tests.support.pictures import picture
@@ -129,14 +129,14 @@ def test_lines_of_a_text(tmp_path):
     mark. So in X.txt, in a tar, and in a file of prompts.
     """
     for mark in BREAKS:
-        assert split_lines(f"\ufeffa{mark} b ") == ("a", "b")
+        assert split_nonblank_lines(f"\ufeffa{mark} b ") == ("a", "b")
     for mark in SEPARATORS:
-        assert split_lines(f"a cat{mark}on a mat\n") == (f"a cat{mark}on a mat",)
+        assert split_nonblank_lines(f"a cat{mark}on a mat\n") == (f"a cat{mark}on a mat",)
     for content in (b"\xef\xbb\xbfa\r\nb\n", "\ufeffa\nb".encode("utf-16-le"), "\ufeffa\nb".encode("utf-16-be")):
         (tmp_path / "x.txt").write_bytes(content)
         assert parse_caption_file("x.txt", content) == read_nonempty_lines(str(tmp_path / "x.txt")) == ("a", "b")
     assert parse_caption_file("x.json", b'\xef\xbb\xbf{"caption": ["\xef\xbb\xbfa\\nb", null, 3, " "]}') == ("a\nb",)
-    assert [split_lines(decode_text(content)) for content in (b"", b"\xef\xbb\xbf", b" \r\n")] == [()] * 3
+    assert [split_nonblank_lines(decode_text(content)) for content in (b"", b"\xef\xbb\xbf", b" \r\n")] == [()] * 3
     with pytest.raises(ValueError):
         parse_caption_file("x.txt", b"caf\xe9")
     with pytest.raises(ValueError, match="3 is no caption"):

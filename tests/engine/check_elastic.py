@@ -167,7 +167,7 @@ def begun(trial: Trial) -> dict[str, torch.Tensor]:
         flat.detach().zero_()
     trial.engines.modules["tiny"].scale.table.zero_()
     path = trial.saves.store.folder / f"step_{BEFORE:08d}"
-    trial.engines.initialize_weights({"tiny": read_weights(path, "tiny", at_once=False)})
+    trial.engines.initialize_weights({"tiny": read_weights(path, "tiny", load_values=False)})
     return trial.state()
 
 

@@ -152,7 +152,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
             with torch.no_grad():
                 network = engines.modules["tiny"]
                 before, flats = network(held_x), [flat.detach().clone() for flat in masters.flats]
-                with shadow.use_averages(0.5):
+                with shadow.use_averages_as_weights(0.5):
                     inside = network(held_x)
                 again = network(held_x)
             oracle = Tiny()

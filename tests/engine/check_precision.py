@@ -212,11 +212,11 @@ def fp16(stage: int, settings: dict, folder: Path) -> dict:
     plain = {part: Plain(part, settings, weights) for part, weights in begun.items()}
     reports = trial.steps(0, SAVED)
     trial.saves.save(SAVED, last=True)
-    kept = {part: masters.scaler_state for part, masters in trial.engines.masters.items()}
+    kept = {part: masters.loss_scaler_state for part, masters in trial.engines.masters.items()}
     reports += trial.steps(SAVED, STEPS)
     again = Trial(stage, settings, folder)
     assert again.saves.resume() == SAVED
-    restored = {part: masters.scaler_state for part, masters in again.engines.masters.items()}
+    restored = {part: masters.loss_scaler_state for part, masters in again.engines.masters.items()}
     resumed = again.steps(SAVED, STEPS)
     figures = {
         "reports": reports,

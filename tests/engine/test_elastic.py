@@ -57,8 +57,8 @@ def test_the_index_says_what_the_headers_say(saved, stage):
             kind, "w"
         )
         for name in headers.list_tensor_names(kind):
-            shape = headers.find_shape(name)
+            shape = headers.find_tensor_shape(name)
             numel = math.prod(shape)
-            assert index.find_shape(name) == shape
+            assert index.find_tensor_shape(name) == shape
             for start, end in ((0, numel), (numel // 3, numel // 2), (numel - 1, numel), (numel, numel)):
                 assert index.find_byte_spans(kind, name, start, end) == headers.find_byte_spans(kind, name, start, end)

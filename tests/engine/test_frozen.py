@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dstrain.engine.optimizers import freeze_weights, group_weights
+from dstrain.engine.optimizers import freeze_weights, make_parameter_groups
 from dstrain.recipe import ConfigError, Optimizer, Run
 from tests.engine import check_frozen
 from tests.support.tiny import Tiny
@@ -98,9 +98,9 @@ def test_muon_needs_matrices_that_learn():
     network, choice = Tiny(), Optimizer(name="muon")
     freeze_weights({"tiny": network}, ["*.bias"], choice)
     with pytest.raises(ConfigError, match="muon: Tiny has no matrices that learn"):
-        list(group_weights(network, choice, check_frozen.decays, (nn.Linear,)))
+        list(make_parameter_groups(network, choice, check_frozen.decays, (nn.Linear,)))
     freeze_weights({"tiny": network}, ["hidden.0.*"], choice)
-    matrices, rest = group_weights(network, choice, check_frozen.decays, (nn.Linear,))
+    matrices, rest = make_parameter_groups(network, choice, check_frozen.decays, (nn.Linear,))
     assert matrices["params"] == [network.hidden[0].weight] and rest["params"] == [network.hidden[0].bias]
 
 
@@ -129,6 +129,6 @@ def test_all_learn_without_patterns():
     network.first.bias.requires_grad_(False)
     freeze_weights({"tiny": network}, None, Optimizer())
     assert [name for name, weight in network.named_parameters() if not weight.requires_grad] == ["first.bias"]
-    groups = list(group_weights(network, Optimizer(), check_frozen.decays, ()))
+    groups = list(make_parameter_groups(network, Optimizer(), check_frozen.decays, ()))
     assert sum(len(members["params"]) for members in groups) == len(list(network.parameters())) - 1
     assert all("rate" not in members for members in groups) and torch.is_tensor(groups[0]["params"][0])

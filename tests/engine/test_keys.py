@@ -142,8 +142,8 @@ def test_every_other_key_is_refused_or_remarked():
             config = resolve(
                 check_keys.settings_of(3, **{key: 1 if key == "steps_per_print" else True}), Run(), 1, "cuda"
             )
-            assert settings.list_remarks(config, "cuda") == [f'"{key}" changes nothing: {words}'], key
-            assert settings.list_remarks({**config, "log_level": "info"}, "cuda") == []
+            assert settings.list_settings_remarks(config, "cuda") == [f'"{key}" changes nothing: {words}'], key
+            assert settings.list_settings_remarks({**config, "log_level": "info"}, "cuda") == []
     with pytest.raises(ConfigError, match='"bfloat16" is .*: bf16 stands beside it and counts'):
         resolve({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, Run(), 1, "cuda")
 
@@ -153,9 +153,9 @@ def test_words_of_stage_3(stage):
     """Oracle: DeepSpeed's readers of these keys, all in files of stage 3: one remark at another stage, none there."""
     keys = {key: value for key, (value, stages) in check_keys.TRIALS.items() if stages == (3,) and "offload" not in key}
     config = resolve(check_keys.settings_of(stage, **keys), Run(), 1, "cuda")
-    (line,) = settings.list_remarks(config, "cuda")
+    (line,) = settings.list_settings_remarks(config, "cuda")
     assert f"stage {stage}" in line and all(key.split(".")[1] in line for key in keys)
-    assert settings.list_remarks(resolve(check_keys.settings_of(3, **keys), Run(), 1, "cuda"), "cuda") == []
+    assert settings.list_settings_remarks(resolve(check_keys.settings_of(3, **keys), Run(), 1, "cuda"), "cuda") == []
 
 
 @pytest.mark.parametrize("section", ["data_types", "flops_profiler", "timers"])

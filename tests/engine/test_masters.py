@@ -416,19 +416,19 @@ def test_a_scale_and_its_state(stage):
     assert (
         seen == [16, 8, 8, 8, 16, 8, 4] and engines.masters["b"].loss_scale == 16 and engines.count_skipped_steps() == 3
     )
-    kept = engines.masters["a"].scaler_state
+    kept = engines.masters["a"].loss_scaler_state
     assert kept["cur_scale"] == 4 and kept["cur_iter"] == 7
     other = engines_of(stage, "fp16", parts=("a",), scale=scale)
-    other.masters["a"].scaler_state = kept
-    assert other.masters["a"].scaler_state == kept and other.collect_metrics()["loss_scale"] == 4
-    other.masters["a"].scaler_state = {}
-    assert other.masters["a"].scaler_state == kept
+    other.masters["a"].loss_scaler_state = kept
+    assert other.masters["a"].loss_scaler_state == kept and other.collect_metrics()["loss_scale"] == 4
+    other.masters["a"].loss_scaler_state = {}
+    assert other.masters["a"].loss_scaler_state == kept
     fixed = engines_of(stage, "fp16", parts=("a",), scale={"loss_scale": 32.0})
-    fixed.masters["a"].scaler_state = kept
-    assert fixed.masters["a"].scaler_state == {} and fixed.masters["a"].loss_scale == 32
+    fixed.masters["a"].loss_scaler_state = kept
+    assert fixed.masters["a"].loss_scaler_state == {} and fixed.masters["a"].loss_scale == 32
     bf16 = engines_of(stage, "bf16", parts=("a",))
-    bf16.masters["a"].scaler_state = kept
-    assert bf16.masters["a"].scaler_state == {} and bf16.masters["a"].loss_scale is None
+    bf16.masters["a"].loss_scaler_state = kept
+    assert bf16.masters["a"].loss_scaler_state == {} and bf16.masters["a"].loss_scale is None
     # At the least scale an overflow is a step that is skipped, and no error.
     for _ in range(4):
         step(other, "a", math.inf)

@@ -60,7 +60,7 @@ def test_groups_by_decay(name, moments):
     """Oracle: by hand: matrices first, which decay, then gains and biases, which do not; what is kept of each."""
     network = Network()
     names = {id(weight): name for name, weight in network.named_parameters()}
-    found = list(optimizers.group_weights(network, run_of(name).optimizer, decays, (Block,)))
+    found = list(optimizers.make_parameter_groups(network, run_of(name).optimizer, decays, (Block,)))
     assert [[names[id(weight)] for weight in group.pop("params")] for group in found] == [
         ["first.weight", *MATRICES],
         ["first.bias", *GAINS],
@@ -73,7 +73,7 @@ def test_groups_of_muon():
     network = Network()
     names = {id(weight): name for name, weight in network.named_parameters()}
     found = list(
-        optimizers.group_weights(
+        optimizers.make_parameter_groups(
             network,
             run_of("muon").optimizer,
             lambda name, weight: (decays(name, weight) and name != MATRICES[0]) or name == "first.bias",
@@ -95,7 +95,7 @@ def test_groups_of_muon():
 @pytest.mark.parametrize("name, kind", [("adamw", torch.optim.AdamW), ("lion", Lion), ("muon", Muon)])
 def test_what_is_built(name, kind):
     """Oracle: the classes by name, with the recipe's own values; a step is taken on the device alone."""
-    groups = list(optimizers.group_weights(Network(), run_of(name).optimizer, decays, (Block,)))
+    groups = list(optimizers.make_parameter_groups(Network(), run_of(name).optimizer, decays, (Block,)))
     optimizer = optimizers.build_optimizer(groups, run_of(name).optimizer, False)
     assert type(optimizer) is kind and optimizer._step_supports_amp_scaling
     assert all((group["lr"], group["betas"]) == (LR, BETAS) for group in optimizer.param_groups)

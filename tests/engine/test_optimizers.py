@@ -76,7 +76,11 @@ def test_muon_needs_matrices():
     """Oracle: the system's list of repeated blocks, which is empty."""
     run = Run.model_validate({"optimizer": {"name": "muon"}})
     with pytest.raises(ConfigError, match="Linear has no matrices that learn in repeated blocks"):
-        list(optimizers.group_weights(torch.nn.Linear(3, 3), run.optimizer, lambda name, weight: weight.ndim >= 2, ()))
+        list(
+            optimizers.make_parameter_groups(
+                torch.nn.Linear(3, 3), run.optimizer, lambda name, weight: weight.ndim >= 2, ()
+            )
+        )
 
 
 def test_own_files_of_deepspeed_are_refused():

@@ -425,8 +425,10 @@ def test_sums_of_gradients(precision):
     )
     assert f'"{other}", and the networks compute in {precision}' in text and f'write "fp32" or "{precision}"' in text
     offloaded = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
-    assert any("4 bytes a weight" in line for line in settings.list_remarks(resolved(2, several, **offloaded), "cuda"))
-    assert settings.list_remarks(resolved(2, **offloaded), "cuda") == []
+    assert any(
+        "4 bytes a weight" in line for line in settings.list_settings_remarks(resolved(2, several, **offloaded), "cuda")
+    )
+    assert settings.list_settings_remarks(resolved(2, **offloaded), "cuda") == []
 
 
 def test_fp32_sums_are_nothing_to_decide():
@@ -476,12 +478,12 @@ def test_the_callers_dict_stays():
 
 def test_remarks():
     """Oracle: the cases of shared/deepspeed.md in which DeepSpeed is slow, and keys that updates.py overrules."""
-    assert settings.list_remarks({}, "cpu") == []  # stage 0: dstrain looks itself
-    assert any("stage 0" in line for line in settings.list_remarks({"bf16": {"enabled": True}}, "cuda"))
+    assert settings.list_settings_remarks({}, "cpu") == []  # stage 0: dstrain looks itself
+    assert any("stage 0" in line for line in settings.list_settings_remarks({"bf16": {"enabled": True}}, "cuda"))
     guarded = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}}
-    assert settings.list_remarks(guarded, "cuda") == []
+    assert settings.list_settings_remarks(guarded, "cuda") == []
     guarded["bf16"]["check_grad_overflow"] = False
-    assert any("change nothing here" in line for line in settings.list_remarks(guarded, "cuda"))
+    assert any("change nothing here" in line for line in settings.list_settings_remarks(guarded, "cuda"))
 
 
 def test_an_auto_that_nothing_decides():

@@ -72,7 +72,7 @@ def test_batches_that_would_fit(total, world, fits):
 
 
 def lines(config: dict, device: str = "cuda") -> list[str]:
-    return settings.list_remarks(config, device)
+    return settings.list_settings_remarks(config, device)
 
 
 def test_remarks_on_checks_that_stay():

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from dstrain.distributed import group
 from dstrain.distributed.progress import Phases
 from dstrain.engine import set_deepspeed_environment
-from dstrain.engine.start import _announce_operator_compiling, start_process_group
+from dstrain.engine.start import _announce_operator_compilation, start_process_group
 from dstrain.recipe import ConfigError
 from tests.support.launch import ROOT, SPAWN, environment, free_port
 
@@ -174,7 +174,7 @@ def test_the_minute_of_compiling(tmp_path, monkeypatch, there):
     (tmp_path / "deepspeed_shm_comm").mkdir()
     if there:
         (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").touch()
-    with _announce_operator_compiling():
+    with _announce_operator_compilation():
         lines.append("inside")
     if there:
         assert lines == ["inside"] and seen == []

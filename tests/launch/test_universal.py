@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from dstrain import recipe, systems
 from dstrain.commands.consolidate import Order, consolidate_weights
-from dstrain.engine.optimizers import group_weights
+from dstrain.engine.optimizers import make_parameter_groups
 from dstrain.runs.weights import read_adapted_weights, read_state_dict
 from tests.launch import check_universal
 from tests.support.checkpoints import convert
@@ -41,7 +41,7 @@ def folders(tmp_path_factory, system):
     names = {id(weight): name for name, weight in network.named_parameters()}
     groups = [
         {"names": [names[id(weight)] for weight in group["params"]], "weight_decay": group["weight_decay"]}
-        for group in group_weights(network, choice, system.decays, system.blocks())
+        for group in make_parameter_groups(network, choice, system.decays, system.blocks())
     ]
     for stage in check_universal.STAGES:
         (at := folder / str(stage)).mkdir()

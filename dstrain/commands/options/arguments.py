@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dstrain.disk.texts import read_text_file, split_lines
+from dstrain.disk.texts import read_text_file, split_nonblank_lines
 from dstrain.recipe import WIDEST, ConfigError
 
 
@@ -182,7 +182,7 @@ def read_nonempty_lines(path: str) -> tuple[str, ...]:
     read.
     """
     try:
-        lines = split_lines(read_text_file(Path(path)))
+        lines = split_nonblank_lines(read_text_file(Path(path)))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise argparse.ArgumentTypeError(f"{path} cannot be read as a text file: {reason}") from None

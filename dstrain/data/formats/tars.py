@@ -23,7 +23,13 @@ from dstrain.data.formats.hugging_face import iterate_file_names_by_suffix
 from dstrain.data.formats.shards import refuse_or_record_missing_shards
 from dstrain.data.formats.splits import find_split_in_path, is_split_name, refuse_split_folders_in_archive
 from dstrain.disk import small
-from dstrain.disk.texts import LONGEST_TEXT, decode_text, find_json_captions, split_lines, strip_space_and_bom
+from dstrain.disk.texts import (
+    LONGEST_TEXT,
+    decode_text,
+    extract_json_captions,
+    split_nonblank_lines,
+    strip_space_and_bom,
+)
 from dstrain.recipe import ConfigError, NotRead
 
 MAX_BYTES = 1 << 28  # a member with more bytes is not read
@@ -242,14 +248,14 @@ class Tars(Layout):
                 raise ValueError(f"more than {LONGEST_TEXT} bytes")
             text = decode_text(content)
             if suffix == "txt":
-                sample["txt"] = split_lines(text) or ("",)
+                sample["txt"] = split_nonblank_lines(text) or ("",)
             elif suffix == "cls":
                 sample["cls"] = strip_space_and_bom(text) or None
                 if sample["cls"] is None:
                     sample["damaged"] = member.name
             else:
                 section = small.parse_json_without_repeated_keys(text)
-                sample["captions"] = find_json_captions(section) if wants_captions else ()
+                sample["captions"] = extract_json_captions(section) if wants_captions else ()
                 label = section.get("label") if wants_labels and isinstance(section, dict) else None
                 sample["label"] = label if isinstance(label, str | int | float) else None  # not boxes, say
         except small.RepeatedKey as error:

@@ -32,7 +32,7 @@ from dstrain.data.index.index import Index
 from dstrain.data.index.source import Indexed
 from dstrain.data.source import Item, Source, convert_errors_to_bad_sample
 from dstrain.data.sources.captioned import hash_captions_into
-from dstrain.disk.texts import read_text_file, split_lines
+from dstrain.disk.texts import read_text_file, split_nonblank_lines
 from dstrain.recipe import ConfigError
 
 CLIPS = (*VIDEOS, *PICTURES)
@@ -161,7 +161,7 @@ class Videos(Indexed):
             return None
         captions = self.index.read_captions(row)
         if self.captions_from == "beside":
-            captions = split_lines(retry(lambda: read_text_file(file.with_suffix(".txt"))))
+            captions = split_nonblank_lines(retry(lambda: read_text_file(file.with_suffix(".txt"))))
         if not captions or not captions[0]:
             raise ConfigError("its caption is empty")
         return captions[0]

@@ -19,7 +19,7 @@ from dstrain.checkpoint import validate
 from dstrain.checkpoint.layout import Fragments
 from dstrain.checkpoint.manifest import NAME, Digest, read_manifest
 from dstrain.checkpoint.safetensors_io import CHUNK, SIZES, Files, decode_floats, render_safetensors_header
-from dstrain.engine.ema.profiles import Average, Solution, solve_coefficients
+from dstrain.engine.ema.profiles import Average, Solution, solve_combination_coefficients
 from dstrain.recipe import ConfigError
 
 MISFIT = 0.1  # above it an average is refused: profiles.Solution
@@ -111,7 +111,9 @@ class SnapshotCombiner:
         return not self._time or self._solve_and_normalise(width).misfit <= MISFIT
 
     def _solve_and_normalise(self, width: float) -> Solution:
-        return solve_coefficients([average for _, average in self._sources], Average(self._time, width)).normalise()
+        return solve_combination_coefficients(
+            [average for _, average in self._sources], Average(self._time, width)
+        ).normalise_coefficients()
 
     @property
     def _last_snapshot(self) -> Snapshot:
@@ -121,7 +123,7 @@ class SnapshotCombiner:
         """Returns (name, shape) of each tensor of a combined average, in the order in which they are saved."""
         fragments = self._fragments[self._last_snapshot.path]
         return [
-            (name, fragments.find_shape(name))
+            (name, fragments.find_tensor_shape(name))
             for name in fragments.list_tensor_names(f"ema.{self._sources[-1][1].width!r}")
         ]
 
@@ -178,9 +180,9 @@ class SnapshotCombiner:
         with ExitStack() as stack:
             files = [stack.enter_context(open(path, "wb")) for path in paths]
 
-            def append_and_hash(number: int, data: bytes) -> None:
-                files[number].write(data)
-                digests[number].update(memoryview(data))
+            def append_and_hash(file_number: int, data: bytes) -> None:
+                files[file_number].write(data)
+                digests[file_number].update(memoryview(data))
 
             for number, width in enumerate(widths):
                 keys = {f"ema.{width!r}/{name}": (shapes[name], share) for name, share in shares.items()}

@@ -35,7 +35,7 @@ class Solution(NamedTuple):
     coefficients: list[float]
     misfit: float
 
-    def normalise(self) -> "Solution":
+    def normalise_coefficients(self) -> "Solution":
         """Returns a solution whose coefficients are divided by their sum, so that they sum to 1. Its misfit is that of
         the divided coefficients.
         """
@@ -46,7 +46,7 @@ class Solution(NamedTuple):
         return Solution([value / total for value in self.coefficients], (self.misfit**2 + shift) ** 0.5)
 
 
-def solve_exponent(width: float) -> float:
+def solve_profile_exponent(width: float) -> float:
     """Returns the exponent gamma of an average in which step t has a weight in proportion to t^gamma. `width` is the
     relative width of the average: above 0 and at most 1 / sqrt(12). Solves width^2 = (gamma + 1) / ((gamma + 2)^2
     (gamma + 3)).
@@ -55,16 +55,16 @@ def solve_exponent(width: float) -> float:
     return float(np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max())
 
 
-def solve_coefficients(averages: Sequence[Average], target: Average) -> Solution:
+def solve_combination_coefficients(averages: Sequence[Average], target: Average) -> Solution:
     """Returns the coefficients by which `averages` are combined to be as near as possible to `target`. The distance is
     that of their profiles (the weights that an average gives to the times of training), in L2. No two of `averages` may
     have both the same time and the same width.
     """
     times, gammas = (
         np.array([average.time for average in averages]),
-        np.array([solve_exponent(a.width) for a in averages]),
+        np.array([solve_profile_exponent(a.width) for a in averages]),
     )
-    time, gamma = np.array([target.time]), np.array([solve_exponent(target.width)])
+    time, gamma = np.array([target.time]), np.array([solve_profile_exponent(target.width)])
     length = np.sqrt(_compute_profile_products(time, gamma, time, gamma).item())
     lengths = np.sqrt(
         np.diagonal(_compute_profile_products(times, gammas, times, gammas))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain.engine.ema.profiles import solve_exponent
+from dstrain.engine.ema.profiles import solve_profile_exponent
 from dstrain.engine.masters import Masters
 from dstrain.engine.updates import Flag
 from dstrain.recipe import ConfigError, Ema
@@ -30,7 +30,7 @@ class EmaShadow:
     def __init__(self, masters: Mapping[str, Masters], ema: Ema, averaged: tuple[str, ...]):
         self._masters = masters
         self.ema = ema
-        self._powers = {width: solve_exponent(width) + 1 for width in ema.profiles}
+        self._powers = {width: solve_profile_exponent(width) + 1 for width in ema.profiles}
         self.flats: dict[str, dict[float, list[Tensor]]] = {
             part: {name: [flat.detach().clone() for flat in masters[part].flats] for name in ema.decays_and_widths}
             for part in averaged
@@ -111,7 +111,7 @@ class EmaShadow:
             self._updates[part].zero_()
 
     @contextmanager
-    def use_averages(self, decay_or_width: float | None = None) -> Iterator[None]:
+    def use_averages_as_weights(self, decay_or_width: float | None = None) -> Iterator[None]:
         """Inside the block, the networks have the averages as their weights; afterwards they have the training weights
         again, bit for bit.
 

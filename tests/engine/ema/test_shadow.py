@@ -169,9 +169,12 @@ def test_reset_and_what_is_shown():
     for flats in shadow.flats["one"].values():
         assert flats[0].tolist() == [9.0, 10.0, 11.0]
     for decay, chosen in ((None, 0.9), (0.9, 0.9), (0.5, 0.5)):
-        with shadow.use_averages(decay):
+        with shadow.use_averages_as_weights(decay):
             assert masters["one"].shown is shadow.flats["one"][chosen] and masters["two"].shown == []
-    with pytest.raises(ConfigError, match="no EMA of decay or width 0.7; .* has 0.9, 0.5"), shadow.use_averages(0.7):
+    with (
+        pytest.raises(ConfigError, match="no EMA of decay or width 0.7; .* has 0.9, 0.5"),
+        shadow.use_averages_as_weights(0.7),
+    ):
         pass
-    with EmaShadow(masters, Ema(decays=()), ("one",)).use_averages():
+    with EmaShadow(masters, Ema(decays=()), ("one",)).use_averages_as_weights():
         assert masters["one"].shown == []

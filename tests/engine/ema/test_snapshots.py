@@ -100,7 +100,7 @@ def test_bytes_of_a_snapshot(trained):
     path = trained / "fp32-3" / "averages" / f"step_{HALF:08d}"
     with Shards(path, "a") as shards:
         assert shards.list_value_kinds() == [f"ema.{width!r}" for width in WIDTHS]
-        weights = sum(math.prod(shards.find_shape(name)) for name in shards.list_tensor_names("ema.0.05"))
+        weights = sum(math.prod(shards.find_tensor_shape(name)) for name in shards.list_tensor_names("ema.0.05"))
     sizes = [entry["size"] for name, entry in read_manifest(path)["files"].items() if name.startswith("a-")]
     assert len(sizes) == 2 and 0 < sum(sizes) - 4 * weights * len(WIDTHS) < 2 * 3000
 
