@@ -74,7 +74,7 @@ class ReadsTexts(Section):
         codes = getattr(self, "codes", None)
         return None if codes is None else codes.text
 
-    def make_text_arguments(self) -> dict[str, Any]:
+    def make_text_embedder_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments for the module of the network that embeds texts, taken from these fields."""
         return {
             "num_words": None if self.text_encodings_dim else self.num_words,

@@ -44,8 +44,8 @@ class Images(ABC):
         """Returns the number of images of the whole set, not only of this rank's share."""
 
     @abstractmethod
-    def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields this rank's share of the set in batches of at most `size` images."""
+    def iterate_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yields this rank's share of the set in batches of at most `batch_size` images."""
 
     def get_unreadable_reasons(self) -> dict[str, str]:
         """Returns {name: reason} of the images that this rank could not read so far. It took other images in their
@@ -65,20 +65,20 @@ class ImagesWithFirstBatch(Images):
     def __len__(self) -> int:
         return self._length
 
-    def iterate_batches(self, size: int) -> Iterator[Batch]:
-        """Yields this rank's batches of at most `size` images; the first was read by the constructor. `size` must be
-        the constructor's. Call it only once: a second call yields the first batch alone.
+    def iterate_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yields this rank's batches of at most `batch_size` images; the first was read by the constructor.
+        `batch_size` must be the constructor's. Call it only once: a second call yields the first batch alone.
         """
-        assert size == self._size
+        assert batch_size == self._size
         if self.first is not None:
             yield self.first
         yield from self._rest
 
 
-def _iterate_ranges_of_rank(count: int, size: int) -> Iterator[range]:
-    """Yields this rank's share of the indices 0 to `count` - 1, as ranges of at most `size` indices."""
-    for begin in range(group.rank() * size, count, size * group.world()):
-        yield range(begin, min(begin + size, count))
+def _iterate_ranges_of_rank(count: int, max_size: int) -> Iterator[range]:
+    """Yields this rank's share of the indices 0 to `count` - 1, as ranges of at most `max_size` indices."""
+    for begin in range(group.rank() * max_size, count, max_size * group.world()):
+        yield range(begin, min(begin + max_size, count))
 
 
 def open_image_set(path: Path, option: str, upright: bool = True) -> Images:
@@ -152,9 +152,9 @@ class Files(Images):
     def __len__(self) -> int:
         return len(self.names)
 
-    def iterate_batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, batch_size: int) -> Iterator[Batch]:
         archive = zipfile.ZipFile(self.archive) if self.archive else None
-        for turn in _iterate_ranges_of_rank(len(self), size):
+        for turn in _iterate_ranges_of_rank(len(self), batch_size):
             images = []
             for name in (self.names[number] for number in turn):
                 with _convert_read_errors(self.path / name, self.option):
@@ -213,11 +213,11 @@ class Arrays(Images):
                 raise ValueError(f"arr_0 is {dtype} {shape}, and images are uint8 (N, H, W, 1 or 3)")
             yield stream, shape
 
-    def iterate_batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, batch_size: int) -> Iterator[Batch]:
         with self._open_pixel_stream() as (stream, shape):
             bytes_each = int(np.prod(shape[1:]))
             start = stream.tell()
-            for turn in _iterate_ranges_of_rank(len(self), size):
+            for turn in _iterate_ranges_of_rank(len(self), batch_size):
                 with _convert_read_errors(self.path, self.option):
                     stream.seek(start + turn[0] * bytes_each)
                     content = stream.read(len(turn) * bytes_each)
@@ -251,8 +251,8 @@ class Sourced(Images):
     def get_unreadable_reasons(self) -> dict[str, str]:
         return self._unreadable
 
-    def iterate_batches(self, size: int) -> Iterator[Batch]:
-        for turn in _iterate_ranges_of_rank(len(self), size):
+    def iterate_batches(self, batch_size: int) -> Iterator[Batch]:
+        for turn in _iterate_ranges_of_rank(len(self), batch_size):
             samples, bad = self.source.read_batch(torch.tensor(turn))
             self._unreadable.update(bad)
             captions = samples.get("caption")

@@ -128,7 +128,7 @@ class Quality:
                     f"note: every.metrics: {self._compared.place} is not what earlier figures of this run were "
                     "compared with, by its files, size or networks: figures from here on stand apart from those"
                 )
-            statistics = table.collect_statistics(images, compared, _BATCH, compared=True)
+            statistics = table.collect_statistics(images, compared, _BATCH, is_reference=True)
             if group.rank() == 0:
                 with suppress(ConfigError):  # a full disk: the next start describes them again
                     reference.write_reference_statistics(path, statistics)
@@ -168,21 +168,21 @@ class _Drawn(Images):
     def __len__(self) -> int:
         return len(self.quality._request.seeds)
 
-    def iterate_batches(self, size: int) -> Iterator[Batch]:
+    def iterate_batches(self, batch_size: int) -> Iterator[Batch]:
         quality = self.quality
-        return draw_batches(quality._system, self.nets, quality._request, self.captions, size)
+        return draw_batches(quality._system, self.nets, quality._request, self.captions, batch_size)
 
 
 def draw_batches(
-    system: System, nets: Nets, request: Request, captions: list[str] | None, size: int
+    system: System, nets: Nets, request: Request, captions: list[str] | None, batch_size: int
 ) -> Iterator[Batch]:
-    """Draws the samples of a request on all ranks. Yields this rank's share in batches of at most `size`. All ranks
-    must call it and take all batches.
+    """Draws the samples of a request on all ranks. Yields this rank's share in batches of at most `batch_size`. All
+    ranks must call it and take all batches.
 
     captions   one for each sample, None: there are none
     """
     labels, count = request.conditions.get("label"), len(request.seeds)
-    for numbers, images in draw_samples_of_rank(system, nets, request, size):
+    for numbers, images in draw_samples_of_rank(system, nets, request, batch_size):
         numbers = numbers[numbers < count]
         if len(numbers):
             yield Batch(

@@ -162,24 +162,24 @@ def collect_statistics(
     networks: dict[str, Features],
     size: int,
     keep: int = KEPT,
-    compared: bool = False,
+    is_reference: bool = False,
     progress: Callable[[int], Any] = lambda number: None,
     left_out: Sequence[str] = (),
 ) -> dict[str, Statistics]:
     """Computes the statistics of a set of images that metrics need, and returns {network's name: statistics}. networks:
     {metric: its network}. All ranks call it together.
 
-    size      images of one rank in a batch.
-    keep      the most features that are kept, for kid, pr and dc.
-    compared  True if the set is the reference: only statistics of metrics with a reference are computed.
-    progress  called after each batch with the number of its images.
-    left_out  patterns of captions; images with such captions are counted apart, in `left_out` of the result.
+    size          images of one rank in a batch.
+    keep          the most features that are kept, for kid, pr and dc.
+    is_reference  True if the set is the reference: only statistics of metrics with a reference are computed.
+    progress      called after each batch with the number of its images.
+    left_out      patterns of captions; images with such captions are counted apart, in `left_out` of the result.
 
     Prints a note if images could not be read. Raises ConfigError if the set has fewer than two images, if it has no
     captions or labels where a metric needs them, or if a network takes clips and the set has images, or the reverse.
     """
     require_enough_images(len(images))
-    needs = _find_needed_statistics_by_network(networks, compared)
+    needs = _find_needed_statistics_by_network(networks, is_reference)
     by_name = {network.name: network for network in networks.values()}
     candidates = tuple(islice(dict.fromkeys(images.captions or ()), _CANDIDATES))
     collectors = {
@@ -231,7 +231,7 @@ def check_images_and_read_first_batch(
     require_enough_for_neighbours(networks, min(len(images), keep))
     if images.clips is not None:
         for metric, network in networks.items():
-            _require_images_or_clips(network, images.clips)
+            _require_matching_media_type(network, images.clips)
             if images.clips and images.captions and "right" in METRICS[metric].needs:
                 network.require_countable_captions(images.captions)
     begun, by_name = ImagesWithFirstBatch(images, size), {network.name: network for network in networks.values()}
@@ -264,13 +264,15 @@ def require_enough_images(count: int, option: str = "") -> None:
         raise ConfigError(f"{option}metrics compare sets of images: give two or more")
 
 
-def _find_needed_statistics_by_network(networks: dict[str, Features], compared: bool = False) -> dict[str, set[str]]:
+def _find_needed_statistics_by_network(
+    networks: dict[str, Features], is_reference: bool = False
+) -> dict[str, set[str]]:
     """Returns {network's name: attributes of Statistics that the metrics need}. networks: {metric: its network}. With
-    `compared`, only those metrics count that are compared with a reference.
+    `is_reference`, only those metrics count that are compared with a reference.
     """
     needs: dict[str, set[str]] = {}
     for metric, network in networks.items():
-        if METRICS[metric].compares or not compared:
+        if METRICS[metric].compares or not is_reference:
             needs.setdefault(network.name, set()).update(METRICS[metric].needs)
     return needs
 
@@ -279,7 +281,7 @@ def _require_suitable_batch(batch: Batch, network: Features, needs: set[str]) ->
     """Raises ConfigError if a batch does not suit a network: if one has clips and the other takes images, or if
     captions or labels are missing that one of `needs`, attributes of Statistics, is computed from.
     """
-    _require_images_or_clips(network, batch.images.ndim == 5)
+    _require_matching_media_type(network, batch.images.ndim == 5)
     shown = batch.captions if batch.labels is None else batch.labels  # captions of built-in data name the item
     for need, metric, kind, values in (
         ("text_score", "clip_score", "captions", batch.captions),
@@ -290,7 +292,7 @@ def _require_suitable_batch(batch: Batch, network: Features, needs: set[str]) ->
             raise ConfigError(f"--metrics {metric} needs {kind}, and these images have none: leave it out")
 
 
-def _require_images_or_clips(network: Features, clips: bool) -> None:
+def _require_matching_media_type(network: Features, clips: bool) -> None:
     """Raises ConfigError if the network takes images and `clips` is True, or if it takes clips and `clips` is False."""
     if network.videos not in (None, clips):
         kinds = ("clips", "images") if network.videos else ("images", "clips")

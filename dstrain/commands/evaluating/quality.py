@@ -68,7 +68,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         with use_precision(options.precision), reword_errors(options=OPTIONS):
             images = table.check_images_and_read_first_batch(images, networks, options.batch, options.kept or KEPT)
         known, place = (
-            compared.collect_missing_statistics(partial(_collect_statistics, options, compared=True)),
+            compared.collect_missing_statistics(partial(_collect_statistics, options, is_reference=True)),
             compared.place,
         )
         with use_precision(options.precision):
@@ -140,7 +140,7 @@ def write_reference(options: EvaluateOptions) -> str:
         images = _open_data_of_run(options, trained.read_recipe(options.run_folder))
     else:
         images = open_image_set(options.images, "--images")
-    statistics = _collect_statistics(options, images, networks, compared=True)
+    statistics = _collect_statistics(options, images, networks, is_reference=True)
     if group.rank() == 0:
         reference.write_reference_statistics(path, statistics)
     group.barrier()
@@ -250,23 +250,23 @@ def _collect_statistics(
     options: EvaluateOptions,
     images: Images,
     networks: dict[str, Features],
-    compared: bool = False,
+    is_reference: bool = False,
     left_out: Sequence[str] = (),
 ) -> dict[str, Statistics]:
     """Computes the statistics of images that the metrics need, and returns them by the name of their network. Draws a
     progress bar.
 
-    compared: whether the images are the reference
+    is_reference: whether the images are the reference
     left_out: patterns of captions; the images with such captions also get statistics of their own
     """
-    share = f"{len(images)} {'of the reference' if compared else 'images'}"
+    share = f"{len(images)} {'of the reference' if is_reference else 'images'}"
     with Bar("taking features", total=len(images), unit="image", desc=share) as bar:
         return table.collect_statistics(
             images,
             networks,
             options.batch,
             options.kept or KEPT,
-            compared,
+            is_reference,
             lambda number: bar.update(min(number * group.world(), bar.total - bar.n)),
             left_out,
         )

@@ -66,12 +66,12 @@ class Bucketed(Remade):
         self.shape_ends = tuple(np.cumsum(self.counts).tolist())
 
     @abstractmethod
-    def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    def choose_buckets(self, measures: np.ndarray, counts: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Chooses the buckets of n samples. Returns the number of each sample's bucket, int64 (n,), and which samples
         to leave out, bool (n,), or None if none.
 
-        block   n rows of the table of measures, such as width and height, one row for each sample.
-        header  a dict of counts, which `describe_left_out_and_altered` shows. This block's counts are added.
+        measures   n rows of the table of measures, such as width and height, one row for each sample.
+        counts     a dict, which `describe_left_out_and_altered` shows. The counts of these samples are added to it.
         """
 
     def __len__(self) -> int:
@@ -134,17 +134,17 @@ class Sized(Bucketed):
                 f"more often, up to {self.header['most']:.1f} times: give smaller data.buckets"
             )
 
-    def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    def choose_buckets(self, measures: np.ndarray, counts: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns the number of each image's bucket, int64 (n,), and which images to leave out, bool (n,): those that
-        their bucket would enlarge more than max_upscale times. block: int (n, 2), width and height of each image.
+        their bucket would enlarge more than max_upscale times. measures: int (n, 2), width and height of each image.
         """
         targets, max_upscale = np.array(self.shapes), self.rule
-        bucket = choose_buckets(block, self.shapes, max_upscale or 1.0)
-        factor = np.where(block.min(1) > 0, compute_upscale_factors(block, targets[bucket]), 1.0)
-        out = factor > max_upscale if max_upscale else np.zeros(len(block), bool)
-        header["left_out"] = header.get("left_out", 0) + int(out.sum())
-        header["enlarged"] = header.get("enlarged", 0) + int((factor[~out] > 1).sum())
-        header["most"] = max(header.get("most", 1.0), float(factor.max()))
+        bucket = choose_buckets(measures, self.shapes, max_upscale or 1.0)
+        factor = np.where(measures.min(1) > 0, compute_upscale_factors(measures, targets[bucket]), 1.0)
+        out = factor > max_upscale if max_upscale else np.zeros(len(measures), bool)
+        counts["left_out"] = counts.get("left_out", 0) + int(out.sum())
+        counts["enlarged"] = counts.get("enlarged", 0) + int((factor[~out] > 1).sum())
+        counts["most"] = max(counts.get("most", 1.0), float(factor.max()))
         return bucket, out
 
     def describe_shape(self, shape: Shape) -> str:
@@ -184,15 +184,15 @@ class Timed(Bucketed):
         """Returns the fingerprint of the clips, with the lengths and counts of the buckets."""
         return f"{self.whole.compute_fingerprint()}, {self.shapes} frames: {self.counts}"
 
-    def choose_buckets(self, block: np.ndarray, header: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
+    def choose_buckets(self, measures: np.ndarray, counts: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns the number of each clip's bucket, int64 (n,), and which clips to leave out since they cannot be read,
-        bool (n,). The bucket is the longest that the clip fills, or the shortest if it fills none. block: int (n, 1),
-        frames of each clip.
+        bool (n,). The bucket is the longest that the clip fills, or the shortest if it fills none. measures: int (n,
+        1), frames of each clip.
         """
-        frames, unread = self.whole.cut.count_frames_at_stride(block[:, 0]), block[:, 0] == 0
+        frames, unread = self.whole.cut.count_frames_at_stride(measures[:, 0]), measures[:, 0] == 0
         fills = frames[:, None] >= np.array(self.shapes)  # (n, buckets), False ... True
-        header["unread"] = header.get("unread", 0) + int(unread.sum())
-        header["short"] = header.get("short", 0) + int((~fills[:, -1] & ~unread).sum())
+        counts["unread"] = counts.get("unread", 0) + int(unread.sum())
+        counts["short"] = counts.get("short", 0) + int((~fills[:, -1] & ~unread).sum())
         return np.where(fills[:, -1], fills.argmax(1), len(self.shapes) - 1), unread
 
     def describe_shape(self, shape: int) -> str:
@@ -267,12 +267,12 @@ def _assign_buckets(buckets: np.ndarray, source: Bucketed, table: Verified) -> d
     return header | {"counts": counts.tolist()}
 
 
-def _sort_by_bucket(members: np.ndarray, buckets: np.ndarray, count: int) -> None:
+def _sort_by_bucket(members: np.ndarray, buckets: np.ndarray, num_buckets: int) -> None:
     """Fills `members` with the numbers of the samples, bucket after bucket and ascending within each. buckets: the
-    bucket of each sample. count: the number of buckets.
+    bucket of each sample. num_buckets: how many there are.
     """
     end = 0
-    for bucket in range(count):
+    for bucket in range(num_buckets):
         for start in range(0, len(buckets), CHUNK):
             own = np.flatnonzero(buckets[start : start + CHUNK] == bucket) + start
             members[end : end + len(own)] = own

@@ -368,7 +368,9 @@ class Config(Fields):
             "pooled_dim": self.text_pooled_dim,
             "tokens": self.tokens.model_dump(),
             **({} if reads_labels else {"num_classes": 0}),  # none would be read
-            "text": self.make_text_arguments() | {"projection": self.text_projection} if self.reads_texts else None,
+            "text": self.make_text_embedder_arguments() | {"projection": self.text_projection}
+            if self.reads_texts
+            else None,
             "base_depth": self.internal.depth if self.internal else 0,
             "align": self.align.make_network_arguments() if self.align else None,
             "routed": self.get_routed_block_range(),

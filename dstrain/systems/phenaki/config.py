@@ -336,6 +336,6 @@ class Config(SystemConfig, ReadsTexts):
         """Returns the keyword arguments with which this section builds the transformer maskgit.Trunk, except
         num_tokens.
         """
-        text = self.make_text_arguments() if self.reads_texts else None
+        text = self.make_text_embedder_arguments() if self.reads_texts else None
         same = ("token_shape", "dim", "depth", "heads", "dim_head", "peg", "dropout", "gradient_shrink")
         return {**{name: getattr(self, name) for name in same}, "text": text}
