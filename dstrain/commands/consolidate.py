@@ -67,13 +67,13 @@ def run_verb(order: Order) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that half a folder is removed
     bars = []
 
-    def start_bar(total: int) -> Update:
+    def start_progress_bar(total: int) -> Update:
         """Opens a progress bar for `total` bytes, and returns the function that advances it."""
         bars.append(Bar("verifying and writing bytes", total=total, unit="B", unit_scale=True, desc="verify, write"))
         return bars[0].update
 
     try:
-        done = consolidate_weights(order, start_bar)
+        done = consolidate_weights(order, start_progress_bar)
     except OSError as error:
         raise ConfigError(str(error)) from None
     finally:
@@ -90,11 +90,11 @@ def run_verb(order: Order) -> None:
     print(f"in {order.out}" + (f"; left out, for they are no tensors: {', '.join(left)}" if left else ""))
 
 
-def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None) -> Plan:
+def consolidate_weights(order: Order, start_progress_bar: Callable[[int], Update] | None = None) -> Plan:
     """Writes the merged weights to order.out, whole or not at all, and returns the plan that was carried out.
 
-    bar: called once with the number of bytes to verify and write; returns a function that is called with the number of
-        bytes done since its last call. None: no progress is shown.
+    start_progress_bar: called once with the number of bytes to verify and write; returns a function that is called with
+        the number of bytes done since its last call. None: no progress is shown.
 
     Raises ConfigError if there are several processes, if the source is missing, damaged or cannot be merged, or if the
     folder order.out exists already or does not fit on the disk.
@@ -104,7 +104,7 @@ def consolidate_weights(order: Order, bar: Callable[[int], Update] | None = None
     if order.out.exists() or order.out.is_symlink():
         raise ConfigError(f"--out {order.out} is there already: name a new folder")
     plan = plan_consolidation(order)
-    update = bar(plan.to_verify + plan.nbytes) if bar else lambda _: None
+    update = start_progress_bar(plan.to_verify + plan.nbytes) if start_progress_bar else lambda _: None
     try:
         with atomic.create_folder_atomically(order.out) as folder:
             _write_planned_files(order, plan, folder, update)
@@ -147,7 +147,7 @@ def plan_consolidation(order: Order) -> Plan:
     source = order.source
     if not source.is_dir():
         raise ConfigError(f"{source} is not a folder: name a run's, a checkpoint's, or one of DeepSpeed's")
-    checkpoint = _find_reconstructed_folder(order) or _find_checkpoint(source, order.step)
+    checkpoint = _find_reconstructed_average(order) or _find_checkpoint(source, order.step)
     if checkpoint is None:
         folder = deepspeed_files.find_tag_folder(source, order.tag)
         if folder is None:
@@ -155,14 +155,14 @@ def plan_consolidation(order: Order) -> Plan:
                 f"{source} holds no checkpoint: neither a run's (run.yaml, checkpoints/) nor DeepSpeed's "
                 "(*_model_states.pt)"
             )
-        return _plan_deepspeed_checkpoint(order, folder)
+        return _plan_consolidation_of_deepspeed_checkpoint(order, folder)
     if order.tag is not None:
         raise ConfigError(
             f"--tag {order.tag} names one of DeepSpeed's checkpoints, and {source} is dstrain's: leave "
             "it out, or choose with --step"
         )
     Hold(checkpoint)
-    return _plan_dstrain_checkpoint(order, checkpoint)
+    return _plan_consolidation_of_dstrain_checkpoint(order, checkpoint)
 
 
 def _find_checkpoint(source: Path, step: int | None) -> Path | None:
@@ -186,7 +186,7 @@ def _find_checkpoint(source: Path, step: int | None) -> Path | None:
     return steps[max(steps) if step is None else step]
 
 
-def _find_reconstructed_folder(order: Order) -> Path | None:
+def _find_reconstructed_average(order: Order) -> Path | None:
     """Returns the folder in which `dstrain reconstruct` has written the average that --weights ema:WIDTH asks for.
     Returns None if --weights gives no number, if the run's own checkpoint holds that average, or if it was never
     written.
@@ -212,7 +212,7 @@ def _find_checkpoints_by_step(store: Path) -> dict[int, Path]:
     }
 
 
-def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
+def _plan_consolidation_of_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
     """Plans the consolidation of a checkpoint that dstrain has written. Raises ConfigError if the checkpoint is
     damaged, or lacks the part or the average that the options name.
     """
@@ -232,7 +232,7 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
     decays = {part: fragments.list_average_decays() for part, fragments in fragments_of.items()}
     used = {COMMON}
     for part, fragments in fragments_of.items():
-        kind = _choose_weights_kind(order, checkpoint, part, decays)
+        kind = _choose_raw_or_ema_weights(order, checkpoint, part, decays)
         native = checkpoint / "deepspeed" / part  # with save.format=deepspeed the training weights are there
         if kind == "master" and kind not in fragments.pieces:
             if not native.is_dir():
@@ -260,29 +260,29 @@ def _plan_dstrain_checkpoint(order: Order, checkpoint: Path) -> Plan:
     return plan
 
 
-def _describe_checkpoint(checkpoint: Path, body: dict, recipe: Path | None) -> dict[str, Any]:
+def _describe_checkpoint(checkpoint: Path, manifest: dict, recipe: Path | None) -> dict[str, Any]:
     """Returns the entries of consolidated.json that describe a checkpoint: step, seed, system, data, versions and more.
-    Entries from the run's recipe or data.txt are None if that file is missing. `body` is the checkpoint's manifest.
-    Raises ConfigError if recipe or data.txt is damaged.
+    Entries from the run's recipe or data.txt are None if that file is missing. Raises ConfigError if recipe or data.txt
+    is damaged.
     """
     import yaml
 
-    run = _parse_optional_file(recipe, yaml.safe_load)
+    run = _parse_file_if_present(recipe, yaml.safe_load)
     run = run if isinstance(run, dict) else {}
     return {
-        "step": body["step"],
+        "step": manifest["step"],
         "seed": run.get("seed"),
         "system": run.get("system"),
         "run": run.get("name"),
-        "world": body["world"],
-        "versions": body["versions"],
-        "score": body["extra"].get("score"),
-        "data": _parse_optional_file(recipe and recipe.with_name("data.txt"), str.strip),
+        "world": manifest["world"],
+        "versions": manifest["versions"],
+        "score": manifest["extra"].get("score"),
+        "data": _parse_file_if_present(recipe and recipe.with_name("data.txt"), str.strip),
         "checkpoint": hashlib.blake2b((checkpoint / NAME).read_bytes(), digest_size=32).hexdigest(),
     }
 
 
-def _choose_weights_kind(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
+def _choose_raw_or_ema_weights(order: Order, checkpoint: Path, part: str, decays: dict[str, list[float]]) -> str:
     """Returns the kind of weights that --weights chooses for `part`: "master" (the training weights) for raw, else
     "ema.DECAY". Without a number in --weights, DECAY is that of the part's first average. A part without averages has
     "master". `decays` has the decays of the averages of each part.
@@ -310,7 +310,7 @@ def _choose_weights_kind(order: Order, checkpoint: Path, part: str, decays: dict
     return f"ema.{decay!r}" if own else "master"
 
 
-def _parse_optional_file(path: Path | None, parse: Callable[[str], Any]) -> Any:
+def _parse_file_if_present(path: Path | None, parse: Callable[[str], Any]) -> Any:
     """Returns what `parse` makes of a file's text, or None if there is no such file. Raises ConfigError if the file is
     a link, is larger than 1 MB, or cannot be read or parsed.
     """
@@ -328,7 +328,7 @@ def _parse_optional_file(path: Path | None, parse: Callable[[str], Any]) -> Any:
         raise ConfigError(f"{path} is damaged ({' '.join(reason.split())}): restore it, or move it away") from None
 
 
-def _plan_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
+def _plan_consolidation_of_deepspeed_checkpoint(order: Order, folder: Path) -> Plan:
     """Plans the consolidation of a checkpoint that DeepSpeed itself has written. Raises ConfigError if it cannot be
     read, or if the options name a part, a step or an average, which such a checkpoint does not have.
     """

@@ -56,8 +56,8 @@ def convert_data(options: ConvertOptions) -> str:
     if options.kind == "imagenet-kit":
         number = load_converter("imagenet").write_table(options.path, options.out)
         return f"{number:,} images in {options.out}, which data.path and data.held_out_path take"
-    splits = _read_splits(options)
-    counts = write_splits(options.out, splits, options.kind)
+    splits = _open_pictures_by_split(options)
+    counts = write_splits_as_shards(options.out, splits, options.kind)
     words = f"{sum(counts.values()):,} images in {options.out}"
     if len(counts) > 1:
         words += f" ({counts['train']:,} to train on, {counts['held_out']:,} held out)"
@@ -75,7 +75,7 @@ def load_converter(name: str) -> ModuleType:
     return module
 
 
-def _read_splits(options: ConvertOptions) -> dict[str, Pictures]:
+def _open_pictures_by_split(options: ConvertOptions) -> dict[str, Pictures]:
     """Opens the pictures in options.path with the converter for options.kind. Returns them by the name of their split,
     with the class names of --class-list if it is given.
     """
@@ -107,24 +107,24 @@ def _convert_latents(options: ConvertOptions) -> str:
     )
 
 
-def write_splits(out: Path, splits: dict[str, Pictures], of: str) -> dict[str, int]:
+def write_splits_as_shards(out: Path, splits: dict[str, Pictures], data_kind: str) -> dict[str, int]:
     """Writes the pictures of each split as shards: a single split into `out` itself, "train" and "held_out" into
-    folders of these names in `out`. Returns the number of pictures of each split. `of` is the kind of the data, such as
-    "mnist".
+    folders of these names in `out`. Returns the number of pictures of each split. `data_kind` is the kind of the data,
+    such as "mnist".
 
     Raises ConfigError if a folder holds other files or cannot be written, or if a label is not below the number of
     classes.
     """
     folders = {split: out / split if len(splits) > 1 else out for split in splits}
     for folder in folders.values():
-        _prepare_folder(out, folder, of)
-    return {split: _write_shards(folder, splits[split]) for split, folder in folders.items()}
+        _prepare_split_folder(out, folder, data_kind)
+    return {split: _write_shards_and_index(folder, splits[split]) for split, folder in folders.items()}
 
 
-def _prepare_folder(out: Path, folder: Path, of: str) -> None:
+def _prepare_split_folder(out: Path, folder: Path, data_kind: str) -> None:
     """Makes `folder`, which is `out` or a split's folder in it. Writes the kind of the data there, such as "mnist", and
-    removes an earlier index. `of` is that kind. Raises ConfigError if the folder holds files, unless an interrupted
-    conversion of the same kind has left them.
+    removes an earlier index. `data_kind` is that kind. Raises ConfigError if the folder holds files, unless an
+    interrupted conversion of the same kind has left them.
     """
     with explain_write_errors(f"--out {out}", "name a folder that can be written"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -132,15 +132,15 @@ def _prepare_folder(out: Path, folder: Path, of: str) -> None:
         strangers = sorted(path.name for path in folder.iterdir() if path.name not in known)
         if not (folder / PACKING).exists():
             strangers = [name for name in strangers if not name.startswith(".")]
-        elif json.loads((folder / PACKING).read_text()) == {"converted": of}:
+        elif json.loads((folder / PACKING).read_text()) == {"converted": data_kind}:
             strangers = []
         if strangers:
             raise ConfigError(f"--out {out} holds {', '.join(strangers[:3])}: name a new folder")
         (folder / INDEX).unlink(missing_ok=True)
-        atomic.write_file(folder / PACKING, json.dumps({"converted": of}))
+        atomic.write_file(folder / PACKING, json.dumps({"converted": data_kind}))
 
 
-def _write_shards(folder: Path, pictures: Pictures) -> int:
+def _write_shards_and_index(folder: Path, pictures: Pictures) -> int:
     """Writes the shards of a split, then its index, and returns the number of pictures. Raises ConfigError if a label
     is not below the number of classes, or if the folder cannot be written.
     """

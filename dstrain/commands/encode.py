@@ -112,11 +112,11 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         print(f"data: {path}: {plan.source.describe_samples()}", flush=True)
         if plan.texts is not None:
             get_phases().print_lines(*describe_truncated_captions(plan.source, plan.texts))
-    numbers = _list_shards_of_part(encoding, options.part)
+    numbers = _compute_shard_range_of_part(encoding, options.part)
 
     def prepare_out_folder() -> str | None:
         """Prepares options.out. Returns None, or a message that says why it cannot be used."""
-        return _prepare_folder(options, plan.stage, encoding, numbers)
+        return _prepare_folder_or_explain(options, plan.stage, encoding, numbers)
 
     with (
         _use_one_thread(),
@@ -127,12 +127,12 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         records = make_missing_shards(
             numbers,
             lambda number: _verify_or_remove_shard(options.out, encoding, number),
-            lambda missing: _make_shards(options, encoder, plan.source, numbers, missing),
+            lambda missing: _encode_missing_shards(options, encoder, plan.source, numbers, missing),
         )
-        return _write_index(options, plan.source, encoding, records)
+        return _write_index_if_complete(options, plan.source, encoding, records)
 
 
-def _list_shards_of_part(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
+def _compute_shard_range_of_part(encoding: dict[str, Any], part: tuple[int, int] | None) -> range:
     """Returns the numbers of the shards that this command has to make. `part` is (K, N), the value of --part: the Kth
     of N commands, from 1 on, makes the Kth share of the shards. None: all shards.
     """
@@ -155,23 +155,26 @@ def _use_one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], numbers: range) -> str | None:
+def _prepare_folder_or_explain(
+    options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], shard_numbers: range
+) -> str | None:
     """Removes half-written files from options.out, and writes the description `encoding` there. Returns None, or a
-    message if the folder holds other files or another encoding, or has too little room for the shards in `numbers`.
+    message if the folder holds other files or another encoding, or has too little room for the shards in
+    `shard_numbers`.
     """
     out = options.out
     path = f"{options.data or 'the data of the run'}, {options.split}"
     names = {"first_stage": stage.name, "data": path}
-    if problem := _find_conflict(out, encoding, names):
+    if problem := _describe_folder_conflict(out, encoding, names):
         return problem
-    own = {shards.name_shard(number) for number in numbers}
+    own = {shards.name_shard(number) for number in shard_numbers}
     for leftover in out.glob("*.tmp"):
         if (
             options.part is None
             or (parse_final_name(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own
         ):
             leftover.unlink()
-    needed = count_samples(numbers, encoding["shard_size"], encoding["number"]) * _estimate_sample_bytes(encoding)
+    needed = count_samples(shard_numbers, encoding["shard_size"], encoding["number"]) * _estimate_sample_bytes(encoding)
     needed -= sum(shard.stat().st_size for shard in out.glob("shard_*.safetensors") if shard.name in own)
     free = shutil.disk_usage(out).free
     if needed > free:
@@ -181,7 +184,7 @@ def _prepare_folder(options: EncodeOptions, stage: FirstStage, encoding: dict[st
     return None
 
 
-def _find_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
+def _describe_folder_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
     """Returns a message if `out` holds shards of another encoding, or files that `dstrain encode` has not written; else
     None. `names` has readable names for some keys of the encoding, such as the data's path; the message shows them with
     the values.
@@ -230,7 +233,7 @@ def _verify_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) ->
         return None
     try:
         facts = shards.read_verified_metadata(path)
-        if not _is_expected_shard(facts, encoding, number):
+        if not _is_shard_of_encoding(facts, encoding, number):
             raise ConfigError(f"{path} is of another encoding")
         if facts["cut"]:
             raise ConfigError(f"{path} has captions that an older dstrain cut")
@@ -241,21 +244,22 @@ def _verify_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) ->
         return None
 
 
-def _is_expected_shard(facts: dict[str, Any], encoding: dict[str, Any], number: int) -> bool:
-    """Returns whether `facts`, the metadata of a shard, name this encoding and this number."""
-    return facts["encoding"] == shards.hash_encoding(encoding) and facts["number"] == number
+def _is_shard_of_encoding(shard_metadata: dict[str, Any], encoding: dict[str, Any], number: int) -> bool:
+    """Returns whether `shard_metadata`, the metadata of a shard, name this encoding and this number."""
+    return shard_metadata["encoding"] == shards.hash_encoding(encoding) and shard_metadata["number"] == number
 
 
-def _make_shards(
-    options: EncodeOptions, encoder: Encoder, source: Source, numbers: range, missing: list[int]
+def _encode_missing_shards(
+    options: EncodeOptions, encoder: Encoder, source: Source, shard_numbers: range, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
-    """Encodes and writes this rank's share of the shards in `missing`, and returns their records by number. `numbers`
-    are all shards of this command, for the progress bar. Raises ConfigError if too many files are unreadable.
+    """Encodes and writes this rank's share of the shards in `missing`, and returns their records by number.
+    `shard_numbers` are all shards of this command, for the progress bar. Raises ConfigError if too many files are
+    unreadable.
     """
     mine, encoding, total = missing[group.rank() :: group.world()], encoder.encoding, encoder.encoding["number"]
     shard_rows = {number: range(number * options.shard_size, total)[: options.shard_size] for number in mine}
-    samples = _read_samples(source, chain(*shard_rows.values()), encoding, 2 * options.batch)
-    own, records = count_samples(numbers, options.shard_size, total), {}
+    samples = _prefetch_samples(source, chain(*shard_rows.values()), encoding, 2 * options.batch)
+    own, records = count_samples(shard_numbers, options.shard_size, total), {}
     bad_files: dict[str, str] = {}
     done = own - count_samples(missing, options.shard_size, total)
     with Bar("encoding", total=own, initial=done, unit="clip" if "num_frames" in encoding else "image") as bar:
@@ -274,12 +278,12 @@ def _make_shards(
     return records
 
 
-def _read_samples(
-    source: Source, rows: Iterable[int], encoding: dict[str, Any], ahead: int
+def _prefetch_samples(
+    source: Source, rows: Iterable[int], encoding: dict[str, Any], num_prefetched: int
 ) -> Iterator[tuple[Item, Bad]]:
-    """Reads the samples in `rows` with threads, at most `ahead` of them in advance. Yields (sample, bad) in the order
-    of `rows`. A sample is a dict of tensors, with crops and captions if the encoding has them. If samples were
-    unreadable, the next readable one takes their place, and `bad` lists (name, reason) of them.
+    """Reads the samples in `rows` with threads, at most `num_prefetched` of them in advance. Yields (sample, bad) in
+    the order of `rows`. A sample is a dict of tensors, with crops and captions if the encoding has them. If samples
+    were unreadable, the next readable one takes their place, and `bad` lists (name, reason) of them.
 
     Raises ConfigError if the encoding has captions and a sample has none, or, for a text encoder, only empty ones.
     """
@@ -309,7 +313,7 @@ def _read_samples(
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     threads = 1 if source.light else max(1, min(8, cores // group.read_rank_and_world().local_world))
-    yield from map_in_threads(read_sample, rows, threads, ahead)
+    yield from map_in_threads(read_sample, rows, threads, num_prefetched)
 
 
 def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[list[Item], Bad]:
@@ -326,17 +330,17 @@ def _read_crops(source: Source, index: int, encoding: dict[str, Any]) -> tuple[l
 
 
 def _write_shard(
-    out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays, bad: list[tuple[str, str]]
+    out: Path, number: int, encoding: dict[str, Any], arrays: shards.Arrays, unreadable: list[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Writes shard `number`, whole or not at all, and returns its record for the index. `bad` has (name, reason) of the
-    unreadable files among the shard's samples. Raises ConfigError if the file cannot be written.
+    """Writes shard `number`, whole or not at all, and returns its record for the index. `unreadable` has (name, reason)
+    of the unreadable files among the shard's samples. Raises ConfigError if the file cannot be written.
     """
     codes = arrays["tokens" if encoding["kind"] == "tokens" else "moments"]
     facts = {
         "encoding": shards.hash_encoding(encoding),
         "number": number,
         "sums": shards.sum_codes_for_statistics(codes),
-        "bad": bad,
+        "bad": unreadable,
     }
     if "caption" in arrays:
         facts["caption_bytes"] = arrays["caption"].shape[-1]
@@ -347,15 +351,15 @@ def _write_shard(
     return shards.make_shard_record(path, shards.verify_and_parse_metadata(data))
 
 
-def _require_few_unreadable_files(bad: Mapping[str, str], options: EncodeOptions, total: int) -> None:
-    """Raises ConfigError if more than --max-bad-fraction of the files are unreadable. `bad` is {file: reason}. `total`
-    is the number of samples; each file gives one, or as many as --clips says.
+def _require_few_unreadable_files(unreadable: Mapping[str, str], options: EncodeOptions, total: int) -> None:
+    """Raises ConfigError if more than --max-bad-fraction of the files are unreadable. `unreadable` is {file: reason}.
+    `total` is the number of samples; each file gives one, or as many as --clips says.
     """
     # A file is bad in each of its windows, and counts once.
-    require_few_unreadable_samples(bad, total // (options.clips or 1), options.max_bad_fraction, "files")
+    require_few_unreadable_samples(unreadable, total // (options.clips or 1), options.max_bad_fraction, "files")
 
 
-def _write_index(
+def _write_index_if_complete(
     options: EncodeOptions, source: Source, encoding: dict[str, Any], records: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Writes the index on rank 0 if all shards are there, and returns its content on every rank. If shards of other
@@ -394,10 +398,10 @@ def _read_records_of_other_parts(
     Reads only the headers of the shards, and does not compute hashes again.
     """
     others = {}
-    for number in _list_shards_of_part(encoding, None):
+    for number in _compute_shard_range_of_part(encoding, None):
         path = options.out / shards.name_shard(number)
         facts = None if number in records else shards.read_unverified_metadata(path)
-        if facts is not None and _is_expected_shard(facts, encoding, number):
+        if facts is not None and _is_shard_of_encoding(facts, encoding, number):
             others[number] = shards.make_shard_record(path, facts)
     return others
 
@@ -411,5 +415,5 @@ def _list_missing_parts(
     return [
         f"{place}/{part[1]}"
         for place in range(1, part[1] + 1)
-        if not all(number in records for number in _list_shards_of_part(encoding, (place, part[1])))
+        if not all(number in records for number in _compute_shard_range_of_part(encoding, (place, part[1])))
     ]

@@ -78,13 +78,13 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     if group.rank() == 0:
         print(f"data: {options.data}: {source.describe_samples()}", flush=True)
         get_phases().print_lines(*describe_truncated_captions(source, encoders.text))
-    plan = _describe_embedding(options, encoders, source) | ({"upright": True} if upright else {})
+    plan = _describe_embedding_settings(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
-    with claim_folder(options.out, "embeds", lambda: _prepare_folder(options, plan)):
+    with claim_folder(options.out, "embeds", lambda: _prepare_folder_or_explain(options, plan)):
         notes = make_missing_shards(
             range(count),
-            lambda number: _read_record_if_whole(options.out, number),
-            lambda missing: _make_shards(options, encoders, source, missing),
+            lambda number: _read_shard_record_if_whole(options.out, number),
+            lambda missing: _embed_missing_shards(options, encoders, source, missing),
         )
         bad = dict(entry for note in notes.values() for entry in note["unreadable"])
         require_few_unreadable_samples(bad, plan["pairs"], options.max_bad_fraction, "pairs")
@@ -94,7 +94,7 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
     return plan
 
 
-def _describe_embedding(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
+def _describe_embedding_settings(options: EncodeOptions, encoders: Encoders, source: Source) -> dict[str, Any]:
     """Returns the content of pairs.json before anything is embedded: all settings and fingerprints on which the bytes
     of the folder depend.
     """
@@ -117,7 +117,7 @@ def _describe_embedding(options: EncodeOptions, encoders: Encoders, source: Sour
     }
 
 
-def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
+def _prepare_folder_or_explain(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
     """Writes pairs.json into options.out, makes the folders beside it, and removes half-written files. Returns None, or
     a message if the folder holds other embeddings or other files.
     """
@@ -144,19 +144,19 @@ def _prepare_folder(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_record_if_whole(out: Path, number: int) -> dict[str, Any] | None:
+def _read_shard_record_if_whole(out: Path, number: int) -> dict[str, Any] | None:
     """Returns the content of a shard's done/shard_N.json. Returns None if that file cannot be read, or if a file of the
     shard has another hash than it says.
     """
     try:
-        note = json.loads(_make_record_path(out, number).read_text(encoding="utf-8"))
+        note = json.loads(_make_shard_record_path(out, number).read_text(encoding="utf-8"))
         whole = all(_hash_bytes((out / name).read_bytes()) == digest for name, digest in note["files"].items())
         return note if whole and isinstance(note["unreadable"], list) else None
     except (OSError, ValueError, AttributeError, KeyError, TypeError):
         return None
 
 
-def _make_record_path(out: Path, number: int) -> Path:
+def _make_shard_record_path(out: Path, number: int) -> Path:
     """Returns the path of a shard's done/shard_N.json in the folder `out`."""
     return out / "done" / f"shard_{number:05d}.json"
 
@@ -166,7 +166,7 @@ def _hash_bytes(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
-def _make_shards(
+def _embed_missing_shards(
     options: EncodeOptions, encoders: Encoders, source: Source, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
     """Embeds and writes this rank's share of the shards in `missing`. Returns, by shard number, the content of
@@ -178,7 +178,7 @@ def _make_shards(
     mine, total = missing[group.rank() :: group.world()], len(source)
     with Bar("encoding", total=count_samples(mine, options.shard_size, total), unit="pair") as bar:
         for number in mine:
-            _make_record_path(options.out, number).unlink(missing_ok=True)
+            _make_shard_record_path(options.out, number).unlink(missing_ok=True)
             parts: list[dict[str, Any]] = []
             unreadable: set[tuple[str, str]] = set()
             stop = min((number + 1) * options.shard_size, total)
@@ -218,29 +218,31 @@ def _embed_batch(options: EncodeOptions, encoders: Encoders, items: Sequence[dic
     return arrays | {"captions": captions[: len(items)]}
 
 
-def _write_shard(out: Path, number: int, parts: list[dict[str, Any]], bad: list[tuple[str, str]]) -> dict[str, Any]:
+def _write_shard(
+    out: Path, number: int, batches: list[dict[str, Any]], unreadable: list[tuple[str, str]]
+) -> dict[str, Any]:
     """Writes the files of one shard, and last its done/shard_N.json. Returns the content of done/shard_N.json: hashes
-    of the files, and the unreadable pairs in `bad`. `parts` are the shard's batches. Raises ConfigError if a file
-    cannot be written.
+    of the files, and the unreadable pairs in `unreadable`. `batches` are the shard's batches. Raises ConfigError if a
+    file cannot be written.
     """
-    note: dict[str, Any] = {"files": {}, "unreadable": bad}
+    note: dict[str, Any] = {"files": {}, "unreadable": unreadable}
     with explain_write_errors(f"--out {out}", SAME_COMMAND):
-        for name in parts[0]:
+        for name in batches[0]:
             if name == "captions":
                 path = f"metadata/metadata_{number:05d}.parquet"
-                data = _pack_captions([caption for part in parts for caption in part["captions"]])
+                data = _encode_captions_as_parquet([caption for part in batches for caption in part["captions"]])
             else:
                 path = f"{FOLDERS[name]}/{FOLDERS[name]}_{number:05d}.npy"
                 buffer = io.BytesIO()
-                np.save(buffer, np.concatenate([part[name] for part in parts]))
+                np.save(buffer, np.concatenate([part[name] for part in batches]))
                 data = buffer.getvalue()
             atomic.write_file(out / path, data)
             note["files"][path] = _hash_bytes(data)
-        atomic.write_file(_make_record_path(out, number), json.dumps(note, indent=1) + "\n")
+        atomic.write_file(_make_shard_record_path(out, number), json.dumps(note, indent=1) + "\n")
     return note
 
 
-def _pack_captions(captions: list[str]) -> bytes:
+def _encode_captions_as_parquet(captions: list[str]) -> bytes:
     """Returns the bytes of a Parquet file whose column `caption` holds the captions."""
     import pyarrow  # slow to import
     import pyarrow.parquet

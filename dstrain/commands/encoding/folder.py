@@ -19,14 +19,14 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 
 @contextmanager
 def claim_folder(
-    out: Path, verb: str, prepare: Callable[[], str | None], numbers: range | None = None, shared: bool = False
+    out: Path, verb: str, prepare: Callable[[], str | None], shard_numbers: range | None = None, shared: bool = False
 ) -> Iterator[None]:
     """Keeps other commands from writing into the folder `out` within the block. Then waits for all ranks. Call it on
     all ranks.
 
-    `numbers` are the shards that this command writes. If `shared`, other commands may write other shards at the same
-    time: then only these shards stay locked once `prepare` has run. `verb` says in
-    messages what the other process does, such as "encodes".
+    `shard_numbers` are the shards that this command writes. If `shared`, other commands may write other shards at the
+    same time: then only these shards stay locked once `prepare` has run. `verb` says in messages what the other process
+    does, such as "encodes".
 
     `prepare` returns None, or a message that says why the command cannot go on. Raises ConfigError with that message,
     if the folder cannot be written, or if another process writes there.
@@ -43,8 +43,8 @@ def claim_folder(
             if (
                 first
                 and problem is None
-                and numbers
-                and not _lock_shards(locks.enter_context(open(out / _SHARDS, "a")), numbers)
+                and shard_numbers
+                and not _lock_shards(locks.enter_context(open(out / _SHARDS, "a")), shard_numbers)
             ):
                 problem = busy
             if first and shared:
@@ -58,7 +58,7 @@ def claim_folder(
     group.barrier()
 
 
-def _lock_shards(file: IO[str], numbers: range) -> bool:
+def _lock_shards(file: IO[str], shard_numbers: range) -> bool:
     """Locks one byte of the file for each of the numbers, until the file is closed. Waits up to a minute for other
     processes. Returns False if another process still holds one of the locks. Returns True if all are locked, or if the
     file system has no locks.
@@ -66,7 +66,7 @@ def _lock_shards(file: IO[str], numbers: range) -> bool:
     end = time.monotonic() + _PATIENCE
     while True:
         try:  # not flock, which locks no parts of a file
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, len(numbers), numbers.start)
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, len(shard_numbers), shard_numbers.start)
             return True
         except (BlockingIOError, PermissionError):
             if time.monotonic() > end:
@@ -77,30 +77,30 @@ def _lock_shards(file: IO[str], numbers: range) -> bool:
 
 
 def make_missing_shards(
-    numbers: range, find: Callable[[int], Record | None], make: Callable[[list[int]], dict[int, Record]]
+    shard_numbers: range, read_if_whole: Callable[[int], Record | None], make: Callable[[list[int]], dict[int, Record]]
 ) -> dict[int, Record]:
-    """Makes those of the shards `numbers` that are not whole yet. Returns {number: record} of all of them, on every
-    rank.
+    """Makes those of the shards `shard_numbers` that are not whole yet. Returns {number: record} of all of them, on
+    every rank.
 
-    find: returns the record of a shard if it is whole, else None
+    read_if_whole: returns the record of a shard if it is whole, else None
     make: takes the numbers of all missing shards, makes this rank's share of them, and returns {number: record} of
         these
     """
     records = {}
-    for number in numbers[group.rank() :: group.world()]:
-        record = find(number)
+    for number in shard_numbers[group.rank() :: group.world()]:
+        record = read_if_whole(number)
         if record is not None:
             records[number] = record
     whole = {number for rank in group.gather_objects(list(records)) for number in rank}
-    records |= make([number for number in numbers if number not in whole])
+    records |= make([number for number in shard_numbers if number not in whole])
     return {number: record for rank in group.gather_objects(records) for number, record in rank.items()}
 
 
-def count_samples(numbers: Iterable[int], size: int, total: int) -> int:
-    """Returns how many samples the shards `numbers` hold. `total` samples lie in shards of `size`; the last shard may
-    hold fewer.
+def count_samples(shard_numbers: Iterable[int], shard_size: int, total_samples: int) -> int:
+    """Returns how many samples the shards `shard_numbers` hold. `total_samples` samples lie in shards of `shard_size`;
+    the last shard may hold fewer.
     """
-    return sum(min(size, total - number * size) for number in numbers)
+    return sum(min(shard_size, total_samples - number * shard_size) for number in shard_numbers)
 
 
 def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterable[str]) -> str:
@@ -113,14 +113,14 @@ def describe_changes(earlier: dict[str, Any], now: dict[str, Any], keys: Iterabl
     return "; ".join(changes)
 
 
-def require_few_unreadable_samples(bad: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
+def require_few_unreadable_samples(unreadable: Mapping[str, str], total: int, max_fraction: float, unit: str) -> None:
     """Raises ConfigError if more than `max_fraction` of `total` samples are unreadable. Accepts a single one always,
-    unless `max_fraction` is 0. `bad` is {name of an unreadable sample: reason}; `unit` is the word for samples in the
-    message, such as "files".
+    unless `max_fraction` is 0. `unreadable` is {name of an unreadable sample: reason}; `unit` is the word for samples
+    in the message, such as "files".
     """
-    if len(bad) > max(max_fraction * total, 1 if max_fraction else 0):
-        name, reason = next(iter(bad.items()))
+    if len(unreadable) > max(max_fraction * total, 1 if max_fraction else 0):
+        name, reason = next(iter(unreadable.items()))
         raise ConfigError(
-            f"{len(bad)} of {total} {unit} cannot be read, more than --max-bad-fraction {max_fraction} tolerates, such "
-            f"as {name}: {reason}. Repair or remove them, or raise it"
+            f"{len(unreadable)} of {total} {unit} cannot be read, more than --max-bad-fraction {max_fraction} "
+            f"tolerates, such as {name}: {reason}. Repair or remove them, or raise it"
         )

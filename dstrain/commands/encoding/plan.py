@@ -58,7 +58,7 @@ def plan_encoding(options: EncodeOptions) -> Plan:
             )
     if _encodes_videos(stage) and options.num_captions is not None:
         raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
-    options = replace(options, upright=_is_turned_upright(options, stage))
+    options = replace(options, upright=_should_turn_upright(options, stage))
     texts = _open_text_encoder(options)
     return Plan(stage, texts, *_open_source_and_describe_encoding(options, stage, texts))
 
@@ -68,7 +68,7 @@ def _encodes_videos(stage: FirstStage) -> bool:
     return stage.data is not None and stage.data.num_frames is not None
 
 
-def _is_turned_upright(options: EncodeOptions, stage: FirstStage) -> bool:
+def _should_turn_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     """Returns whether pictures are turned as their EXIF orientation says. This is so if the options, the run and the
     encoding that the folder already holds all say so.
     """
@@ -92,14 +92,14 @@ def _open_text_encoder(options: EncodeOptions) -> TextEncoder | None:
 
 
 def _open_source_and_describe_encoding(
-    options: EncodeOptions, stage: FirstStage, texts: TextEncoder | None
+    options: EncodeOptions, stage: FirstStage, text_encoder: TextEncoder | None
 ) -> tuple[Source, dict[str, Any]]:
     """Opens the data, and encodes one sample to learn the shapes. Returns the data, and a dict of all settings that
     determine the codes (Plan.encoding). Raises ConfigError if a text encoder is given and the data have no captions.
     """
-    source, size = _open_source(options, stage)
+    source, size = _open_source_with_size(options, stage)
     (first,), _ = read_items_or_substitutes(source, [0])
-    if texts is not None and "caption" not in first:
+    if text_encoder is not None and "caption" not in first:
         raise ConfigError(
             f"--text-encoder {options.text_encoder}: the videos have no captions to encode; write X.txt "
             "beside each X.mp4, name a --captions file, or leave it out"
@@ -129,9 +129,9 @@ def _open_source_and_describe_encoding(
         encoding |= {"crops": options.crops, "crop": options.crop}
     if tokens:
         encoding["codebook_size"] = stage.codebook_size
-    text = texts and {
-        "encoder": texts.compute_fingerprint(),
-        "shape": [texts.max_length, texts.encodings_dim],
+    text = text_encoder and {
+        "encoder": text_encoder.compute_fingerprint(),
+        "shape": [text_encoder.max_length, text_encoder.encodings_dim],
         "dtype": options.dtype,
     }
     if stage.data is not None and _encodes_videos(stage):
@@ -152,7 +152,7 @@ def _open_source_and_describe_encoding(
     return source, encoding
 
 
-def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
+def _open_source_with_size(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
     """Opens the images or videos to encode. Returns them, and the side of images or the width of videos in pixels.
     Raises ConfigError if the options name nothing to open, or if it cannot be opened.
     """
@@ -189,10 +189,11 @@ def _open_source(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int
 
 
 def _open_images(
-    options: EncodeOptions, stage: FirstStage, path: str, size: int, share: float, held_out_path: str | None
+    options: EncodeOptions, stage: FirstStage, path: str, size: int, held_out_share: float, held_out_path: str | None
 ) -> Source:
-    """Opens the split options.split of the images at `path`, cropped to `size` pixels. `share` of them are held out, or
-    `held_out_path` names the held-out images. Raises ConfigError if captions are asked for and there are none.
+    """Opens the split options.split of the images at `path`, cropped to `size` pixels. `held_out_share` of them are
+    held out, or `held_out_path` names the held-out images. Raises ConfigError if captions are asked for and there are
+    none.
     """
     own = stage.data if options.data is None else None
     captions = options.num_captions is not None or options.text_encoder is not None
@@ -204,7 +205,7 @@ def _open_images(
         size,
         channels=stage.channels,
         split=options.split,
-        held_out=share,
+        held_out=held_out_share,
         held_out_path=held_out_path,
         request=request,
         crop=Crop() if options.crops is None else Crop(options.crop),
@@ -217,7 +218,9 @@ def _open_images(
     return images
 
 
-def _open_clips(options: EncodeOptions, run_data: Data, path: str, share: float, held_out_path: str | None) -> Source:
+def _open_clips(
+    options: EncodeOptions, run_data: Data, path: str, held_out_share: float, held_out_path: str | None
+) -> Source:
     """Opens videos, and cuts them into clips as the run that trained the first stage does. Without --data, opens the
     data of that run, with the images that it mixes into them. Raises ConfigError if the split does not exist, or if
     --clips does not suit it.
@@ -225,7 +228,7 @@ def _open_clips(options: EncodeOptions, run_data: Data, path: str, share: float,
     changes = {
         "path": path,
         "mixture": None,
-        "held_out": share,
+        "held_out": held_out_share,
         "held_out_path": held_out_path,
         "flip": False,
         "codes": None,
