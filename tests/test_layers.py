@@ -534,7 +534,7 @@ print([name for name in {sorted(OWNERS)} if name in sys.modules], threading.acti
 
 def test_scripts_begin_without_torch():
     """Oracle: a fresh interpreter that asks each verb for its help. Importing torch may take half a minute: it comes
-    when run_main tells what a command is at. `watch`, `report` and `consolidate` do without.
+    when run_main_with_exit_code tells what a command is at. `watch`, `report` and `consolidate` do without.
     """
     program = f"""
 import contextlib, io, runpy, sys

@@ -28,8 +28,8 @@ from dstrain import __version__, rng
 from dstrain.commands.encoding import embeddings
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
-    claim_folder,
     count_samples,
+    lock_and_prepare_folder,
     make_missing_shards,
     require_few_unreadable_samples,
 )
@@ -121,7 +121,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
     with (
         _use_one_thread(),
         use_precision(options.precision),
-        claim_folder(options.out, "encodes", prepare_out_folder, numbers, options.part is not None),
+        lock_and_prepare_folder(options.out, "encodes", prepare_out_folder, numbers, options.part is not None),
     ):
         encoder = Encoder(plan.stage, plan.texts, encoding)
         records = make_missing_shards(

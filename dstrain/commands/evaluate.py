@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from dstrain import systems
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.commands.evaluating import quality
-from dstrain.commands.evaluating.results import describe_command_and_machine, publish_result
+from dstrain.commands.evaluating.results import describe_command_and_machine, print_and_write_result
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.cached.embeddings import open_pairs
@@ -67,10 +67,12 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     begun = time.perf_counter()
     run = trained.read_recipe(options.run_folder)
     system = systems.build(run.system, run.model)
-    source = Spread(_open_source(options, run, systems.build_config(run.system, run.model).num_labels), options.num)
+    source = Spread(
+        _open_source_to_measure(options, run, systems.build_config(run.system, run.model).num_labels), options.num
+    )
     if group.rank() == 0:  # stdout is for the figures
         print(
-            f"data: {options.data or run.data.path}, {_name_measured_split(options)}: {source.describe_samples()}",
+            f"data: {options.data or run.data.path}, {_get_measured_split_name(options)}: {source.describe_samples()}",
             file=sys.stderr,
         )
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
@@ -96,7 +98,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
             batch=options.batch,
             seed=run.seed,
             num_steps=options.num_steps,
-            show=group.rank() == 0,
+            show_progress=group.rank() == 0,
         )
     data["unreadable"] = sorted(set().union(*group.gather_objects(source.unreadable)))
     result = {
@@ -104,7 +106,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "system": run.system,
         "step": manifest["step"],
         "weights": kinds,
-        "split": _name_measured_split(options),
+        "split": _get_measured_split_name(options),
         "samples": len(source),
         "samples_of_split": len(source.whole),
         "num_steps": options.num_steps,
@@ -114,8 +116,8 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         "trained_with": manifest["versions"],
         **describe_command_and_machine(options, begun),
     }
-    path = out / f"{_name_result_file(options, result)}.json"
-    publish_result(path, result, figures.format_table(result), figures.plot_evaluation)
+    path = out / f"{_make_result_file_name(options, result)}.json"
+    print_and_write_result(path, result, figures.format_table(result), figures.plot_evaluation)
     return path, result
 
 
@@ -128,10 +130,11 @@ def measure_system_on_source(
     batch: int,
     seed: int,
     num_steps: int | None = None,
-    show: bool = False,
+    show_progress: bool = False,
 ) -> dict[str, Any]:
     """Computes the means of System.measure over all samples of a source, on all ranks together, at most `batch` samples
-    at a time. `show` draws a progress bar on a terminal. Returns a dict, in which numbers that are not finite are None:
+    at a time. `show_progress` draws a progress bar on a terminal. Returns a dict, in which numbers that are not finite
+    are None:
 
     figures: {name: mean}
     standard_errors: {name: standard error}, None for figures that System.digest computes
@@ -143,63 +146,66 @@ def measure_system_on_source(
     rounds = -(-len(source) // (batch * group.world()))
     batch = -(-len(source) // (rounds * group.world()))  # as little filling as can be
     means = Means()
-    with Bar("measuring", show=show, total=rounds, unit="step", desc=f"{len(source)} samples") as bar:
+    with Bar("measuring", show=show_progress, total=rounds, unit="step", desc=f"{len(source)} samples") as bar:
         batches = iterate_held_out(source, batch, group.rank(), group.world(), group.device(), seed)
         for done, samples in enumerate(batches, 1):
             valid = samples.pop("valid")
-            terms = system.measure(networks, system.encode(samples), num_steps, _make_progress_function(bar, rounds))
+            terms = system.measure(
+                networks, system.encode(samples), num_steps, _make_step_progress_wrapper(bar, rounds)
+            )
             require_valid_evaluation_terms(system, terms, len(valid))
             means.add_terms(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
     result = means.average_over_ranks()
     for name, value in system.digest(result["curves"]).items():  # it has no standard error, being no mean
         result["figures"][name], result["standard_errors"][name] = value, None
-    return _convert_to_json(result)
+    return _convert_figures_to_json(result)
 
 
-def _convert_to_json(value: Any) -> Any:
+def _convert_figures_to_json(value: Any) -> Any:
     """Converts nested figures to what JSON can hold: tensors become lists, and numbers that are not finite
     become None.
     """
     if isinstance(value, dict):
-        return {key: _convert_to_json(inner) for key, inner in value.items()}
+        return {key: _convert_figures_to_json(inner) for key, inner in value.items()}
     if isinstance(value, Tensor):
-        return [_convert_to_json(inner) for inner in value.tolist()]
+        return [_convert_figures_to_json(inner) for inner in value.tolist()]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _make_progress_function(bar: Bar, rounds: int) -> Any:
+def _make_step_progress_wrapper(bar: Bar, num_batches: int) -> Any:
     """Returns a function that takes the sampling steps of a batch, yields them one by one, and advances the bar after
-    each. The function also sets the bar's total to the steps of all `rounds` batches, each of which takes equally many.
+    each. The function also sets the bar's total to the steps of all `num_batches` batches, each of which takes equally
+    many.
     """
 
-    def advance_bar(steps: Iterable[int]) -> Iterator[int]:
+    def yield_steps_and_advance_bar(steps: Iterable[int]) -> Iterator[int]:
         """Yields the steps of one batch, and advances the bar after each."""
         steps = list(steps)
-        bar.total = rounds * len(steps)
+        bar.total = num_batches * len(steps)
         for step in steps:
             yield step
             bar.update()
 
-    return advance_bar
+    return yield_steps_and_advance_bar
 
 
-def _name_measured_split(options: EvaluateOptions) -> str:
+def _get_measured_split_name(options: EvaluateOptions) -> str:
     """Returns the name of the split that is measured: "all" with --data, else the value of --split, which is "held_out"
     if it is not given.
     """
     return "all" if options.data else options.split or "held_out"
 
 
-def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Source:
-    """Opens the samples to measure: those at --data, or a split of the run's data. `classes` is the model's number of
-    classes, None if it takes no labels.
+def _open_source_to_measure(options: EvaluateOptions, run: Run, num_classes: int | None) -> Source:
+    """Opens the samples to measure: those at --data, or a split of the run's data. `num_classes` is the model's number
+    of classes, None if it takes no labels.
 
     Raises ConfigError if the run has no held-out samples, or if the data do not have the model's classes.
     """
     source: Source | None
     if options.data is not None:
-        source = _open_evaluation_data(os.path.expanduser(options.data), options.split, run, classes or 1)
+        source = _open_given_data(os.path.expanduser(options.data), options.split, run, num_classes or 1)
     elif options.split == "test":
         source = open_split(run.data, "test")
     else:
@@ -209,21 +215,21 @@ def _open_source(options: EvaluateOptions, run: Run, classes: int | None) -> Sou
             f"{options.folder} holds no images out: name other images with --data FOLDER, take those it "
             "was trained on with --split train, or train with data.held_out=0.05"
         )
-    if classes is not None and (len(source.classes) > classes or (classes > 1 and not source.classes)):
+    if num_classes is not None and (len(source.classes) > num_classes or (num_classes > 1 and not source.classes)):
         raise ConfigError(
             f"{options.data or run.data.path} has {len(source.classes) or 'no'} classes, the model "
-            f"{classes}: its labels would be wrong; name the data that the run was trained on"
+            f"{num_classes}: its labels would be wrong; name the data that the run was trained on"
         )
     return source
 
 
-def _open_evaluation_data(path: str, split: str | None, run: Run, classes: int) -> Source | None:
+def _open_given_data(path: str, split: str | None, run: Run, num_classes: int) -> Source | None:
     """Opens the images, videos or embedding pairs at `path`, the value of --data, and prepares them as in training.
-    `classes` is the model's number of classes, 1 if it takes no labels. Returns None if there are no pairs.
+    `num_classes` is the model's number of classes, 1 if it takes no labels. Returns None if there are no pairs.
 
     Raises ConfigError if `split` is given, or if the data do not suit the run.
     """
-    data, labelled = run.data, classes > 1
+    data, labelled = run.data, num_classes > 1
     pairs = "pairs" in systems.find_config_class(run.system).learns_from
     if split is not None:
         raise ConfigError(f"--data {path} takes all images there: leave out --split {split}")
@@ -269,13 +275,13 @@ def _open_evaluation_data(path: str, split: str | None, run: Run, classes: int) 
         )
     if labelled and not source.classes:
         raise ConfigError(
-            f"--data {path} has no class folders and the model knows {classes} classes: put the images "
+            f"--data {path} has no class folders and the model knows {num_classes} classes: put the images "
             "into folders named as those of the training data"
         )
     named = BuiltinData.recognises(data) or Path(data.path).exists()
-    if labelled and not named and len(source.classes) < classes:
+    if labelled and not named and len(source.classes) < num_classes:
         raise ConfigError(
-            f"--data {path} has {len(source.classes)} classes, the model {classes}, and the training "
+            f"--data {path} has {len(source.classes)} classes, the model {num_classes}, and the training "
             f"data that would name them are no longer at {data.path}: put them back"
         )
     if isinstance(source, Images):
@@ -307,7 +313,7 @@ def _require_suitable_images(path: str, source: Images, run: Run) -> None:
         raise ConfigError(f"--data {path} holds colour images (3 channels), data.channels is 1: name grey images")
 
 
-def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
+def _make_result_file_name(options: EvaluateOptions, result: dict[str, Any]) -> str:
     """Returns the name, without suffix, of the file for a result. The name holds the step, the weights and the options
     that change the figures, so that the same command replaces its own file.
     """

@@ -20,15 +20,15 @@ from dstrain.distributed.stops import Stopped, get_stops
 from dstrain.recipe import ConfigError, NotRead, NotSaved
 
 
-def run_main(main: Callable[[], None], speaks: bool = True) -> None:
+def run_main_with_exit_code(main: Callable[[], None], interactive: bool = True) -> None:
     """Runs a script's `main`, and ends the process with an exit code: 2 after a ConfigError, of which only the message
     is printed; 3 if training has diverged; 1 after any other error, with a traceback if it is a fault of the code. A
     rank that has lost the other ranks ends at once.
 
-    speaks: whether a command that is silent for long says on stderr what it is doing (distributed/progress.py), and
-        whether a request to stop ends `main`
+    interactive: whether a command that is silent for long says on stderr what it is doing (distributed/progress.py),
+        and whether a request to stop ends `main`
     """
-    _shorten_busy_waits()
+    _shorten_openmp_busy_waits()
     began = _has_begun_process_group()
     try:
         if problems := find_problems_or_repair_environment():
@@ -36,8 +36,8 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
             raise SystemExit(exit_codes.WRONG_INPUT)
         if read_rank_and_world().world > 1:
             get_presence().announce_and_watch_ranks()
-        with get_phases() if speaks else nullcontext():
-            _run_with_exit_codes(main, speaks)
+        with get_phases() if interactive else nullcontext():
+            _convert_errors_to_exit_codes(main, interactive)
         code = exit_codes.DONE
         _record_exit_code(code)
     except SystemExit as ended:
@@ -51,7 +51,7 @@ def run_main(main: Callable[[], None], speaks: bool = True) -> None:
         sys.excepthook(*sys.exc_info())
         code = exit_codes.BUG
     if began != _has_begun_process_group():
-        _quit_python(code)
+        _exit_without_freeing_modules(code)
 
 
 def _has_begun_process_group() -> bool:
@@ -59,7 +59,7 @@ def _has_begun_process_group() -> bool:
     return "dstrain.engine.start" in sys.modules and sys.modules["dstrain.engine.start"].exchanged
 
 
-def _quit_python(code: int) -> NoReturn:
+def _exit_without_freeing_modules(code: int) -> NoReturn:
     """Ends this process with an exit code. Runs exit functions and flushes output, but does not free modules and
     objects: threads of gloo that still run could then abort the process with another exit code.
     """
@@ -89,7 +89,7 @@ def _raise_stopped_on_request() -> Iterator[None]:
         stops.restore_handlers_and_end_thread()
 
 
-def _shorten_busy_waits() -> None:
+def _shorten_openmp_busy_waits() -> None:
     """Sets GOMP_SPINCOUNT, so that idle OpenMP threads soon sleep; keeps an earlier value, and changes nothing if
     OMP_WAIT_POLICY is set. Makes training several times faster on busy cores. Call it before torch is imported.
     """
@@ -97,33 +97,33 @@ def _shorten_busy_waits() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _find_group_module() -> ModuleType | None:
+def _get_imported_group_module() -> ModuleType | None:
     """Returns the module distributed.group if it is imported already, else None. Does not import it, since that would
     import torch.
     """
     return sys.modules.get("dstrain.distributed.group")
 
 
-def _record_exit_code(code: int, at_once: bool = False) -> None:
+def _record_exit_code(code: int, stopped_at_once: bool = False) -> None:
     """Records this rank's exit code for `dstrain keep`. If the rank has ended as planned (DONE or STOPPED), tells the
-    other ranks of this machine, so that they go on. Does not tell them after a stop `at_once`, which is to end them,
-    too.
+    other ranks of this machine, so that they go on. Does not tell them after a stop `stopped_at_once`, which is to end
+    them, too.
     """
     exit_codes.append_exit_code(code)
-    if code in (exit_codes.DONE, exit_codes.STOPPED) and not at_once:
+    if code in (exit_codes.DONE, exit_codes.STOPPED) and not stopped_at_once:
         get_presence().mark_ended_and_clean_up()
 
 
-def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:
+def _convert_errors_to_exit_codes(main: Callable[[], None], stops_on_request: bool) -> None:
     """Runs `main`. Turns a ConfigError, NotRead, NotSaved, FloatingPointError or KeyboardInterrupt into a message on
     stderr and a SystemExit with an exit code. Other errors pass through, but if other ranks are lost, the process ends.
-    `hears`: whether a request to stop ends `main`.
+    `stops_on_request`: whether a request to stop ends `main`.
     """
     try:
         # Only the main thread may set handlers; a program that runs a verb in another one keeps its own.
         with (
             _raise_stopped_on_request()
-            if hears and threading.current_thread() is threading.main_thread()
+            if stops_on_request and threading.current_thread() is threading.main_thread()
             else nullcontext()
         ):
             main()
@@ -140,7 +140,7 @@ def _run_with_exit_codes(main: Callable[[], None], hears: bool) -> None:
         }
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
-        if (group := _find_group_module()) and group.explain_lost_ranks(error):
+        if (group := _get_imported_group_module()) and group.explain_lost_ranks(error):
             group.end_process(error)
         raise
 
@@ -155,11 +155,11 @@ def _report_error(error: Exception) -> None:
     _print_problems(getattr(error, "problems", [str(error)]), f" [rank {rank}]" if rank else "")
 
 
-def _print_problems(lines: list[str], where: str = "") -> None:
-    """Prints the program's name, `where` (such as " [rank 3]"), and the problems, a line each, on stderr."""
+def _print_problems(lines: list[str], rank_label: str = "") -> None:
+    """Prints the program's name, `rank_label` (such as " [rank 3]"), and the problems, a line each, on stderr."""
     count = f"{len(lines)} things are wrong" if len(lines) > 1 else "error"
     print(
-        f"{Path(sys.argv[0]).name}{where}: {count}:\n" + "\n".join(f"  {line}" for line in lines),
+        f"{Path(sys.argv[0]).name}{rank_label}: {count}:\n" + "\n".join(f"  {line}" for line in lines),
         file=sys.stderr,
         flush=True,
     )

@@ -85,7 +85,7 @@ def export_run(options: ExportOptions) -> Exported:
     system = systems.build(run.system, run.model)
     writer = None
     if options.format == "diffusers":
-        writer = _import_writer(run, system)
+        writer = _import_diffusers_writer(run, system)
     if options.statistics and not system.encodes:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
     checkpoint = trained.find_checkpoint(options.run, options.step, options.ema)
@@ -110,8 +110,10 @@ def export_run(options: ExportOptions) -> Exported:
             get_phases().enter_phase("drawing from the export in a process without dstrain")
             title, code = options.out.absolute().name, writer.describe_export(system)[2]
             drawn = card.run_example_code(folder, title, code)
-            with _compute_in_float32():
-                exported.errors["code"] = _measure_difference(drawn, writer.draw_reference_outputs(system, nets))
+            with _force_float32_convolutions():
+                exported.errors["code"] = _measure_relative_difference(
+                    drawn, writer.draw_reference_outputs(system, nets)
+                )
             _require_small_errors(options.run, exported, writer.TOLERATED)
             card.write_model_card(
                 folder,
@@ -130,7 +132,7 @@ def export_run(options: ExportOptions) -> Exported:
     return exported
 
 
-def _import_writer(run: Run, system: System) -> ModuleType:
+def _import_diffusers_writer(run: Run, system: System) -> ModuleType:
     """Imports the module that writes models of a system for diffusers, and returns it. Raises ConfigError if diffusers
     cannot express this model.
     """
@@ -138,14 +140,14 @@ def _import_writer(run: Run, system: System) -> ModuleType:
     return importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
 
 
-def _compute_in_float32() -> AbstractContextManager[None]:
+def _force_float32_convolutions() -> AbstractContextManager[None]:
     """Returns a context manager in which convolutions compute in float32. A GPU would otherwise round their inputs to
     TF32.
     """
     return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
-def _measure_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
+def _measure_relative_difference(drawn: np.ndarray, expected: torch.Tensor) -> float:
     """Returns the largest absolute difference between `drawn` and `expected`, divided by the largest magnitude in
     `expected`.
 
@@ -212,7 +214,7 @@ def _export_adapters(
     part, kind = next(iter(kinds.items()))
     state, into_pipeline = read_weights(checkpoint, part, kind), False
     if options.format == "diffusers-lora":
-        writer = _import_writer(run, system)
+        writer = _import_diffusers_writer(run, system)
         if not hasattr(writer, "rename_adapters_to_diffusers"):
             raise ConfigError(
                 f"--format diffusers-lora: not of {run.system}; take --format peft, whose names are our network's, or "
@@ -223,13 +225,15 @@ def _export_adapters(
     save_file(adapters, out / "adapter_model.safetensors", metadata={"format": "pt"})
     (out / "adapter_config.json").write_text(json.dumps(described, indent=2), encoding="utf-8")
     if into_pipeline:
-        _save_for_pipeline(state, lora, described, out / "pytorch_lora_weights.safetensors")
+        _save_adapters_for_pipeline(state, lora, described, out / "pytorch_lora_weights.safetensors")
     copy = load_file(out / "adapter_model.safetensors")
     same = all(torch.equal(copy[name], value) for name, value in adapters.items())
     return Exported(options.format, {part: 0.0 if same else math.inf}, {})
 
 
-def _save_for_pipeline(adapters: dict[str, torch.Tensor], lora: Lora, described: dict[str, Any], path: Path) -> None:
+def _save_adapters_for_pipeline(
+    adapters: dict[str, torch.Tensor], lora: Lora, described: dict[str, Any], path: Path
+) -> None:
     """Writes adapters into the file `path` as diffusers' save_lora_weights does. Multiplies their scale into lora_B and
     stores the rank as alpha, since earlier versions of diffusers do not read alpha from the file.
     """
@@ -269,20 +273,20 @@ def _export_to_diffusers(
     """
     scale: dict[str, Any] = {}  # stays empty where the writer does not ask
 
-    def get_statistics() -> dict[str, Any]:
+    def read_or_measure_statistics() -> dict[str, Any]:
         """Returns the statistics of latents: those in the cache that --statistics names, or, without it, those of
         training samples, which it encodes.
         """
         scale.update(
-            _read_statistics(options.statistics, options.run, system, nets)
+            _read_latent_statistics(options.statistics, options.run, system, nets)
             if options.statistics
-            else _measure_statistics(options.num, run, system, nets)
+            else _measure_latent_statistics(options.num, run, system, nets)
         )
         return scale
 
-    writer.save_export(system, nets, out, get_statistics, lambda: _read_class_names(run))
+    writer.save_export(system, nets, out, read_or_measure_statistics, lambda: _read_class_names(run))
     synthetic = {name: tensor.to(group.device()) for name, tensor in system.synthetic(_PROBE).items()}
-    with _compute_in_float32():
+    with _force_float32_convolutions():
         errors = writer.measure_export_errors(system, nets, out, system.encode(synthetic))
     name, note, _ = writer.describe_export(system)
     return Exported(name, errors, scale, note)
@@ -297,7 +301,7 @@ def _read_class_names(run: Run) -> tuple[str, ...]:
         return ()
 
 
-def _read_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
+def _read_latent_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
     """Returns the statistics of latents in the index of a cache that `dstrain encode` has written. Raises ConfigError
     if the cache was encoded by other weights than those that are exported.
     """
@@ -312,7 +316,7 @@ def _read_statistics(path: Path, run: Path, system: System, nets: dict[str, nn.M
 
 
 @torch.no_grad()
-def _measure_statistics(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
+def _measure_latent_statistics(num: int, run: Run, system: System, nets: dict[str, nn.Module]) -> dict[str, Any]:
     """Returns the statistics of latents (mean, std, scaling_factor and more), measured on the posteriors of `num`
     training samples.
     """

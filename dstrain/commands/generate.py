@@ -25,7 +25,7 @@ from dstrain.distributed.progress import Bar, get_phases
 from dstrain.encoders.precision import choose_weight_dtype, require_supported_precision, use_precision
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
-from dstrain.runs.folders import claim_output
+from dstrain.runs.folders import claim_output_folder
 from dstrain.runs.trained import load_guide, require_outside_run_folders
 from dstrain.sampling.draw import count_grid_columns_by_class, draw_all_samples, draw_samples_in_rounds
 from dstrain.sampling.files import (
@@ -73,7 +73,7 @@ def generate_samples(options: GenerateOptions) -> Path:
     require_supported_precision(options.precision)
     if options.out is not None:
         require_outside_run_folders(options.out)
-    first, *then = (_open_run(options.folder, options), *map(_open_run, options.then))
+    first, *then = (_open_run_without_weights(options.folder, options), *map(_open_run_without_weights, options.then))
     _, run, system = first
     sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
     clip = _choose_clip_length(options, run, system)
@@ -81,13 +81,13 @@ def generate_samples(options: GenerateOptions) -> Path:
     dtype = choose_weight_dtype(options.precision)
     guide = options.guide and load_guide(options.guide, system, _choose_guidance_scale(options, run), dtype)
     runs = [
-        _load_run(*first, dtype, options.step, options.ema, options.raw),
-        *(_load_run(*later, dtype) for later in then),
+        _load_run_weights(*first, dtype, options.step, options.ema, options.raw),
+        *(_load_run_weights(*later, dtype) for later in then),
     ]
     if guide:
         runs[0].networks["guide"] = guide
-    scenes = _encode_later_scenes(options, run, system)
-    request, captions = _make_request(options, run, system, images, clip, sampler)
+    scenes = _encode_texts_of_later_scenes(options, run, system)
+    request, captions = _make_sampling_request(options, run, system, images, clip, sampler)
     out = group.broadcast_from_first(choose_samples_folder(options.out, runs[-1].folder) if group.rank() == 0 else None)
     with (
         explain_write_errors(f"--out {out}", "make room, or name a folder elsewhere"),
@@ -121,10 +121,10 @@ def _write_samples(
     asked for.
     """
     with ExitStack() as claims, Bar("drawing", total=options.num, unit="sample") as bar:
-        rounds = _draw_rounds(runs, options, request, scenes, clip)
+        rounds = _draw_samples_in_rounds(runs, options, request, scenes, clip)
         with reword_errors(options=OPTIONS):
             first = next(rounds)  # before the folder is made: this may be refused
-        claims.enter_context(claim_output(out, f"--out {out}", "generate"))
+        claims.enter_context(claim_output_folder(out, f"--out {out}", "generate"))
         # Once more, since another command may have ended there meanwhile.
         hosts.run_on_rank_0_or_exit(lambda: require_folder_without_samples(out))
         about = About(
@@ -153,7 +153,7 @@ def _write_samples(
         print(f"--invert: pictures come back to {distance:.3g} of 255 on average, PSNR {psnr:.1f} dB")
 
 
-def _open_run(folder: Path, options: GenerateOptions | None = None) -> Opened:
+def _open_run_without_weights(folder: Path, options: GenerateOptions | None = None) -> Opened:
     """Opens a run, without weights. Returns its folder, its recipe, and its system; `options` may replace the system's
     text encoder. Raises ConfigError if the run cannot draw.
     """
@@ -170,7 +170,7 @@ def _open_run(folder: Path, options: GenerateOptions | None = None) -> Opened:
     return folder, run, system
 
 
-def _load_run(
+def _load_run_weights(
     folder: Path,
     run: Run,
     system: System,
@@ -223,7 +223,7 @@ def _choose_clip_length(options: GenerateOptions, run: Run, system: System) -> L
 
 
 def _read_inputs_of_first_run(
-    options: GenerateOptions, first: Opened, then: list[Opened], clip: Length | None
+    options: GenerateOptions, first: Opened, later_runs: list[Opened], clip: Length | None
 ) -> Tensor | None:
     """Reads what the first run begins from: pictures uint8 (N, C, h, w), frames (N, K, C, H, W), or embeddings float32
     (N, D). Returns None if it begins from noise.
@@ -255,12 +255,12 @@ def _read_inputs_of_first_run(
         return frames
     if options.invert is not None:
         return _read_pictures_to_invert(options.invert, options, run, system)
-    if then and options.size:
+    if later_runs and options.size:
         raise ConfigError("--size: a run of --then takes squares; leave it out")
-    if then and clip is not None and then[0][2].starts_from_data:
-        raise ConfigError(f"--then {then[0][0]}: this run goes on from pictures, and {folder} draws videos")
-    for before, later in zip((first, *then), then):
-        _require_chainable(before, later)
+    if later_runs and clip is not None and later_runs[0][2].starts_from_data:
+        raise ConfigError(f"--then {later_runs[0][0]}: this run goes on from pictures, and {folder} draws videos")
+    for before, later in zip((first, *later_runs), later_runs):
+        _require_chainable_runs(before, later)
     if options.embeddings is not None:
         with reword_errors(options={"data.path: ": "--embeddings: "}):
             return read_embeddings(options.embeddings)
@@ -270,7 +270,7 @@ def _read_inputs_of_first_run(
         return read_pictures(options.low_res, run.data.channels)
 
 
-def _require_chainable(before: Opened, after: Opened) -> None:
+def _require_chainable_runs(before: Opened, after: Opened) -> None:
     """Raises ConfigError if the run `after`, named by --then, cannot begin from what the run `before` draws."""
     (_, run, system), (folder, later, taker) = before, after
     width, size = system.draws_embeddings, run.data.image_size
@@ -322,7 +322,7 @@ def _read_pictures_to_invert(path: Path, options: GenerateOptions, run: Run, sys
     return images
 
 
-def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
+def _encode_texts_of_later_scenes(options: GenerateOptions, run: Run, system: System) -> list[dict[str, Tensor]]:
     """Encodes the texts of --scenes, and returns the conditions of all scenes but the first: a dict of tensors (1, ...)
     for each. Returns [] without --scenes.
 
@@ -338,7 +338,7 @@ def _encode_later_scenes(options: GenerateOptions, run: Run, system: System) -> 
     return [{name: values[i : i + 1] for name, values in conditions.items()} for i in range(1, len(options.scenes))]
 
 
-def _make_request(
+def _make_sampling_request(
     options: GenerateOptions, run: Run, system: System, images: Tensor | None, clip: Length | None, sampler: str
 ) -> tuple[Request, list[str] | None]:
     """Returns the request for the samples that the first run draws, and the caption of each sample, or None if there
@@ -370,7 +370,7 @@ def _make_request(
     return request, captions if options.scenes is None else ["; ".join(options.scenes)] * options.num
 
 
-def _draw_rounds(
+def _draw_samples_in_rounds(
     runs: list[ReadyRun],
     options: GenerateOptions,
     request: Request,

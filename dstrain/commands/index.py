@@ -48,19 +48,19 @@ _SIDES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # pixels
 
 def run_verb(options: IndexOptions) -> None:
     """Makes the index, and prints what it holds, as text or as JSON."""
-    result = index_data(options.make_data_section(), options.captions, options.check_all)
+    result = index_and_summarize_data(options.make_data_section(), options.captions, options.check_all)
     print(json.dumps(result, indent=1) if options.json else format_report(result))
 
 
-def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[str, Any]:
+def index_and_summarize_data(data: Data, with_captions: bool = False, check_samples: bool = False) -> dict[str, Any]:
     """Makes the index of the data, or opens the existing one. Returns a dict for JSON that describes what it holds.
 
-    captions: whether to list the captions of images, too
-    check: whether to read every sample, to find unreadable ones
+    with_captions: whether to list the captions of images, too
+    check_samples: whether to read every sample, to find unreadable ones
 
     Raises ConfigError if the data cannot be indexed, see `open_index`.
     """
-    layout, index = open_layout_and_index(data, captions)
+    layout, index = open_layout_and_index(data, with_captions)
     images = data.num_frames is None
     result = {
         "path": data.path,
@@ -70,21 +70,21 @@ def index_data(data: Data, captions: bool = False, check: bool = False) -> dict[
         "bytes": sum(index.header["columns"].values()),
         "classes": _summarize_classes(index),
         "captions": _summarize_captions(layout, index),
-        "captions_listed": captions or not images,
+        "captions_listed": with_captions or not images,
         "advice": layout.compose_data_advice(),
-        "checked": check,
+        "checked": check_samples,
     }
     broken: Iterator[tuple[str, str]] | None = None
     if images:
         sizes = measure_image_sizes(layout, index)
-        result |= _count_sizes(sizes)
+        result |= _count_images_by_size(sizes)
         broken = _iterate_unmeasurable_samples(layout, index, sizes, read_image_size)
     elif data.buckets:
         frames = measure_clip_frame_counts(layout, index)
-        result["frames"] = _count_durations(frames, data)
+        result["frames"] = _count_clips_by_duration(frames, data)
         broken = _iterate_unmeasurable_samples(layout, index, frames, count_sample_frames)
-    if check:
-        broken = _iterate_unreadable_samples(data, captions, layout, index)
+    if check_samples:
+        broken = _iterate_unreadable_samples(data, with_captions, layout, index)
     named = [list(entry) for _, entry in zip(range(_BROKEN), broken or ())]
     number = None if broken is None else len(named) + sum(1 for _ in broken)
     return result | {"unreadable": number, "unreadable_names": named}
@@ -128,7 +128,7 @@ def _summarize_captions(layout: Layout, index: Index) -> dict[str, Any] | None:
     return {"share": captioned / len(index), "number": number, "most": index.most_captions, "bytes": quantiles}
 
 
-def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
+def _count_clips_by_duration(frames: Verified, data: Data) -> dict[str, int]:
     """Counts clips by duration, as {"17 or more": number}: a clip counts for the longest duration in data.buckets that
     it fills, in frames. "fewer" counts the clips that are too short for any. Leaves out unreadable clips.
     """
@@ -140,7 +140,7 @@ def _count_durations(frames: Verified, data: Data) -> dict[str, int]:
     return {f"{least} or more" if least else "fewer": table[least] for least in sorted(table, reverse=True)}
 
 
-def _count_sizes(sizes: Verified) -> dict[str, Any]:
+def _count_images_by_size(sizes: Verified) -> dict[str, Any]:
     """Counts images by size, and returns a dict. Leaves out images with a side of 0, which could not be read.
 
     sizes: {"WIDTHxHEIGHT": number} of the ten most common sizes
@@ -190,7 +190,7 @@ def _iterate_unreadable_samples(data: Data, captions: bool, layout: Layout, inde
     clips = data.num_frames is not None
     source = Videos(layout, index, Cut(1, 64, 64)) if clips else Images(layout, index, 64, captions=captions)
 
-    def find_fault(row: int) -> tuple[str, str] | None:
+    def find_read_error(row: int) -> tuple[str, str] | None:
         """Returns (name, reason) if the sample in `row` cannot be read, else None."""
         try:
             source.read(row)
@@ -198,14 +198,14 @@ def _iterate_unreadable_samples(data: Data, captions: bool, layout: Layout, inde
             return error.path, error.reason
         return None
 
-    rows = map_in_threads(find_fault, range(len(index)))
+    rows = map_in_threads(find_read_error, range(len(index)))
     for entry in tqdm(rows, total=len(index), unit=f" {layout.request.noun}", disable=None, delay=2, desc="checking"):
         if entry is not None:
             yield entry
 
 
 def format_report(result: dict[str, Any]) -> str:
-    """Returns the dict of `index_data` as a text of several lines."""
+    """Returns the dict of `index_and_summarize_data` as a text of several lines."""
     lines = [
         f"{result['path']}: {result['layout']}, {result['samples']:,} sample{'s' * (result['samples'] != 1)}",
         f"index: {result['index']}, {result['bytes'] / 1e6:,.1f} MB",
@@ -221,7 +221,7 @@ def format_report(result: dict[str, Any]) -> str:
         ]
     unlisted = result["captions"] is None and not result["captions_listed"]
     hint = "; --captions lists those of images, such as X.txt beside X.png" if unlisted else ""
-    lines.append(f"captions: {_describe_captions(result['captions'])}{hint}")
+    lines.append(f"captions: {_format_caption_summary(result['captions'])}{hint}")
     for name in ("frames", "sizes", "shorter_sides", "aspect_ratios"):
         if table := result.get(name):
             others = result["other_sizes"] if name == "sizes" else 0
@@ -246,7 +246,7 @@ def _format_counts(table: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in table.items())
 
 
-def _describe_captions(captions: dict[str, Any] | None) -> str:
+def _format_caption_summary(captions: dict[str, Any] | None) -> str:
     """Returns the result of `_summarize_captions` as a phrase."""
     if captions is None:
         return "none in the index"

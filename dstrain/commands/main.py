@@ -82,18 +82,18 @@ def main() -> None:
 
 def start_verb(name: str) -> None:
     """Runs a verb with the options in sys.argv. If the verb fails, ends the process. Also ends the process after a
-    success if the verb has begun a process group; see `run_main`.
+    success if the verb has begun a process group; see `run_main_with_exit_code`.
     """
     open_closed_standard_streams()
     if name == "train":
         install_stack_dump_handler()
         if not _BRIEF.intersection(sys.argv):
-            with suppress(ValueError):  # run_main reports what is wrong with a launcher's variables
+            with suppress(ValueError):  # run_main_with_exit_code reports what is wrong with a launcher's variables
                 get_phases().print_lines(make_greeting_line())
     try:
-        from dstrain.commands.exits import run_main
+        from dstrain.commands.exits import run_main_with_exit_code
 
-        run_main(lambda: _run_verb(VERBS[name]), speaks=VERBS[name].speaks)
+        run_main_with_exit_code(lambda: _run_verb(VERBS[name]), interactive=VERBS[name].speaks)
     except KeyboardInterrupt:  # while modules are imported
         raise SystemExit(130) from None
     finally:

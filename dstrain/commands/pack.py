@@ -19,9 +19,9 @@ from PIL import Image
 
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
-    claim_folder,
     count_samples,
     describe_changes,
+    lock_and_prepare_folder,
     make_missing_shards,
     require_few_unreadable_samples,
 )
@@ -123,7 +123,7 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
     plan = run_on_rank_0(lambda: _plan_packing(options, files))
     if first:
         print(f"data: {data.path}: {files.describe_samples()}; {plan['shard_samples']:,} a shard", flush=True)
-    with claim_folder(options.out, "packs", lambda: _prepare_folder(options, plan)):
+    with lock_and_prepare_folder(options.out, "packs", lambda: _prepare_folder(options, plan)):
         plan = run_on_rank_0(lambda: _read_plan(options.out))  # an earlier command may have counted other sizes
         count = -(-len(index) // plan["shard_samples"])
         earlier = run_on_rank_0(lambda: _read_records(options.out))

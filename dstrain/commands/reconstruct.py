@@ -27,7 +27,7 @@ from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.combine import Snapshot, SnapshotCombiner, hash_snapshots, select_combinable_snapshots
 from dstrain.recipe import ConfigError, explain_write_errors
 from dstrain.runs import trained
-from dstrain.runs.folders import claim_output
+from dstrain.runs.folders import claim_output_folder
 
 USUAL = (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25)
 
@@ -88,7 +88,7 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
             for width in widths
         }
         if any(not _has_made_average(store, step, origin) for store in stores.values()):
-            with claim_output(folder, str(folder), "reconstruct"):
+            with claim_output_folder(folder, str(folder), "reconstruct"):
                 missing = {
                     width: store for width, store in stores.items() if not _has_made_average(store, step, origin)
                 }

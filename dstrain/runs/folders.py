@@ -283,21 +283,21 @@ def _ignore_unsupported_locks() -> Iterator[None]:
 
 
 @contextmanager
-def claim_output(out: Path, named: str, verb: str) -> Iterator[None]:
+def claim_output_folder(out: Path, option: str, verb: str) -> Iterator[None]:
     """Makes the folder `out`, and keeps other commands from writing there within the block. Then waits for all ranks,
     and removes the folder if it is new and empty. Call it on all ranks. `verb`, what this command does, is shown to
     others. Raises ConfigError on all ranks if another command writes there, or if the folder cannot be written; the
-    message begins with `named`, such as "--out DIR".
+    message begins with `option`, such as "--out DIR".
     """
     problem, is_new = None, False
     if group.rank() == 0:
         is_new = not out.exists()
         try:
-            with explain_write_errors(named, "name a folder that can be written"):
+            with explain_write_errors(option, "name a folder that can be written"):
                 out.mkdir(parents=True, exist_ok=True)
                 owner.claim_folder(out, verb)
         except owner.Held as held:
-            problem = f"{named}: another command writes there, {held}; wait for its end, or name another folder"
+            problem = f"{option}: another command writes there, {held}; wait for its end, or name another folder"
         except ConfigError as error:
             problem = str(error)
     try:

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.nn.attention import attend
 
 SHAPES = ((64, 4, 49, 32), (64, 4, 64, 32), (64, 4, 256, 32), (16, 8, 256, 64), (8, 4, 1024, 64))
@@ -81,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main_with_exit_code(main)

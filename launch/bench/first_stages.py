@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dstrain import systems
 from dstrain.commands.evaluate import measure_system_on_source
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.sources.images import open_images
 from dstrain.metrics import distances
@@ -83,4 +83,4 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main_with_exit_code(main)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dstrain import recipe, systems
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.commands.options.arguments import Parser, parse_positive_integer
 from dstrain.engine.blocks import HostMemory, wrap_block_forwards
 from dstrain.engine.planning.activations import count_activation_bytes, count_flops
@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main_with_exit_code(main)

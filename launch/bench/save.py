@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.commands.job import Job, prepare_job
 from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import JobOptions
@@ -185,4 +185,4 @@ def report(figures: dict[str, float]) -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main_with_exit_code(main)

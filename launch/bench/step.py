@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.commands.job import prepare_job
 from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import JobOptions
@@ -52,4 +52,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    run_main_with_exit_code(main)

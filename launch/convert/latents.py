@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dstrain import __version__
-from dstrain.commands.encoding.folder import SAME_COMMAND, claim_folder, require_few_unreadable_samples
+from dstrain.commands.encoding.folder import SAME_COMMAND, lock_and_prepare_folder, require_few_unreadable_samples
 from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached import shards
 from dstrain.data.files.storage import refuse_special_file, retry
@@ -357,7 +357,7 @@ def convert_latents(options: ConvertOptions) -> dict[str, Any]:
         source.normalize()
     encoding = _describe_encoding(options, source)
     print(f"data: {options.path}: {source.describe_samples()}", flush=True)
-    with claim_folder(options.out, "converts", lambda: _prepare_folder(options, encoding)):
+    with lock_and_prepare_folder(options.out, "converts", lambda: _prepare_folder(options, encoding)):
         records = [_write_shard(options, source, encoding, rows) for rows in _list_shards(options, source)]
         versions = {"dstrain": __version__, "torch": torch.__version__}
         index = shards.make_index_body(encoding, None if source.labelled else [], records, versions)

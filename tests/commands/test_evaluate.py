@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.commands.evaluate import _open_source, measure_system_on_source
+from dstrain.commands.evaluate import _open_source_to_measure, measure_system_on_source
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.builtin.fashion import Fashion
@@ -251,11 +251,11 @@ def test_other_videos(tmp_path):
             "flip": False,
         }
     )
-    source = _open_source(EvaluateOptions(tmp_path, data=str(tmp_path / "clips")), run, None)
+    source = _open_source_to_measure(EvaluateOptions(tmp_path, data=str(tmp_path / "clips")), run, None)
     assert [source[index]["video"][-1, 0, 2, 3].item() for index in range(len(source))] == [4, 44, 84]
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="--data .*empty"):
-        _open_source(EvaluateOptions(tmp_path, data=str(tmp_path / "empty")), run, None)
+        _open_source_to_measure(EvaluateOptions(tmp_path, data=str(tmp_path / "empty")), run, None)
 
 
 @pytest.mark.parametrize("size, num, batch", [(13, 5, 2), (8, None, 3), (5, 5, 64)])

@@ -7,7 +7,9 @@ import pytest
 
 from tests.support.launch import ROOT, command, environment, free_port, run
 
-PROGRAM = "from dstrain.commands.exits import run_main; run_main(lambda: __import__('torch'))"
+PROGRAM = (
+    "from dstrain.commands.exits import run_main_with_exit_code; run_main_with_exit_code(lambda: __import__('torch'))"
+)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems' torch has another OpenMP")
@@ -31,7 +33,7 @@ def test_idle_threads_wait_briefly(choice, spins):
 # A rank that ends while gloo's thread still frees tensors of Python, as it does where DeepSpeed holds the group.
 BUSY = """
 import sys, torch, torch.distributed as dist
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.engine.start import start_process_group
 def main():
     start_process_group(1)
@@ -42,7 +44,7 @@ def main():
     if sys.argv[1] == "raise":
         raise KeyError("on purpose")
     raise SystemExit(75)
-run_main(main)
+run_main_with_exit_code(main)
 """
 
 

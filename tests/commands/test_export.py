@@ -26,8 +26,8 @@ from dstrain.commands.export import (
     ExportOptions,
     _export_to_diffusers,
     _iterate_encoded_samples,
-    _measure_statistics,
-    _read_statistics,
+    _measure_latent_statistics,
+    _read_latent_statistics,
     export_run,
 )
 from dstrain.commands.job import JobOptions, complete_recipe, prepare_job
@@ -101,22 +101,22 @@ def test_statistics(tmp_path, trained):
         dtype="float32",
     )
     index = encode_data(options)
-    measured = _measure_statistics(50, run, system, nets)
+    measured = _measure_latent_statistics(50, run, system, nets)
     assert measured.keys() == index["statistics"].keys()
     for name, value in index["statistics"].items():
         np.testing.assert_allclose(measured[name], value, rtol=1e-5, atol=1e-6)
     with_statistics = ExportOptions(tmp_path / "run", tmp_path / "x", statistics=tmp_path / "codes" / "index.json")
     assert (
-        _read_statistics(with_statistics.statistics, with_statistics.run, system, nets)
+        _read_latent_statistics(with_statistics.statistics, with_statistics.run, system, nets)
         == index["statistics"]
-        == _read_statistics(tmp_path / "codes", tmp_path / "run", system, nets)
+        == _read_latent_statistics(tmp_path / "codes", tmp_path / "run", system, nets)
     )
     away = run.model_copy(update={"data": run.data.model_copy(update={"path": str(tmp_path / "nowhere")})})
     done = _export_to_diffusers(with_statistics, away, system, nets, to_diffusers, tmp_path / "told")
     assert done.statistics == index["statistics"] and max(done.errors.values()) < 1e-6
     other = system.networks()
     with pytest.raises(ConfigError, match="these codes are of the first stage .* name the cache"):
-        _read_statistics(with_statistics.statistics, with_statistics.run, system, other)
+        _read_latent_statistics(with_statistics.statistics, with_statistics.run, system, other)
 
 
 def test_measured_over_all_classes(trained):

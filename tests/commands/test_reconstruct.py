@@ -186,7 +186,7 @@ def test_sweep(made, capsys):
     folder, _ = made
     widths = [one.width for one in make_averages(ReconstructOptions(folder))]
     assert set(WIDTHS) <= set(widths) <= set(USUAL) and 0.01 not in widths
-    path, result = measure_loss_by_width(folder, 7, widths[:3], num=16, batch=8)
+    path, result = measure_loss_by_width(folder, 7, widths[:3], num_samples=16, batch=8)
     assert json.loads(path.read_text()) == result and Image.open(path.with_suffix(".png")).width > 300
     losses = result["scores"]["loss"]
     assert len(losses) == 3 and all(map(math.isfinite, losses)) and len(set(losses)) == 3
@@ -194,7 +194,7 @@ def test_sweep(made, capsys):
         result
     )
     assert losses[1] == pytest.approx(
-        measure_loss_by_width(folder, 7, widths[1:2], num=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6
+        measure_loss_by_width(folder, 7, widths[1:2], num_samples=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6
     )
     number = measure_loss_by_width(folder, 7, widths[:1], batch=16)[1]["samples"]
     for asked, told in (
@@ -202,7 +202,7 @@ def test_sweep(made, capsys):
         (number + 1, f"--num-samples {number + 1}: {number} are held out"),
     ):
         capsys.readouterr()
-        assert measure_loss_by_width(folder, 7, widths[:1], num=asked, batch=16)[1]["samples"] == number
+        assert measure_loss_by_width(folder, 7, widths[:1], num_samples=asked, batch=16)[1]["samples"] == number
         assert capsys.readouterr().err.startswith(told) and bool(told) == ("--num-samples" in told)
 
 

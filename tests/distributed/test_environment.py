@@ -19,12 +19,12 @@ from tests.support.forks import child
 PROGRAM = """
 import multiprocessing.connection, os
 from pathlib import Path
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 def main():
     (Path.home() / "written").touch()
     multiprocessing.connection.Listener(family="AF_UNIX").close()
     print("it works")
-run_main(main, speaks=False)
+run_main_with_exit_code(main, interactive=False)
 """
 TWO = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}

@@ -9,11 +9,12 @@ import pytest
 from tests.support.forks import Child, child
 from tests.support.launch import environment, free_port, wait_for
 
-# A rank under run_main, which waits for the others as in the start of training, or does nothing of the kind.
+# A rank under run_main_with_exit_code, which waits for the others as in the start of training, or does nothing of
+# the kind.
 RANK = """
 import os, sys, time
 from pathlib import Path
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.distributed.presence import get_presence
 get_presence()._patience = 2
 def main():
@@ -24,7 +25,7 @@ def main():
     while len(sys.argv) > 3 and not (Path(sys.argv[1]) / sys.argv[3]).exists():
         time.sleep(0.05)
     raise SystemExit(int(sys.argv[4]) if len(sys.argv) > 4 else 0)
-run_main(main)
+run_main_with_exit_code(main)
 """
 
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.distributed import progress
 from dstrain.distributed.progress import Bar, Phases
 
@@ -97,7 +97,7 @@ def test_every_verb_speaks(speaks):
     for thread in listeners():  # of earlier tests, which end a moment later
         thread.join(60)
     during = []
-    run_main(lambda: during.extend(listeners()), speaks)
+    run_main_with_exit_code(lambda: during.extend(listeners()), speaks)
     assert len(during) == speaks
     for thread in during:
         thread.join(60)

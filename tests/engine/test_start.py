@@ -262,7 +262,7 @@ def test_machines_that_join_later(nodes, shared, said):
 
 MEETS = """
 import os, sys, time
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.distributed import group
 from dstrain.engine.patches import import_deepspeed
 from dstrain.engine.start import start_process_group
@@ -275,7 +275,7 @@ def main():
     start_process_group(timeout_minutes=1)
     print(group.gather_objects(sys.argv[1][-1]), flush=True)
     group.leave_process_group()
-run_main(main)
+run_main_with_exit_code(main)
 """
 
 

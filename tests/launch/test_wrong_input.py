@@ -12,7 +12,7 @@ import time
 import pytest
 from PIL import Image
 
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.commands.job import prepare_job
 from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import TrainOptions
@@ -310,7 +310,7 @@ def test_a_librarys_value_error_keeps_its_traceback():
     """Oracle: float("x") raises a ValueError that is no user's fault."""
 
     with pytest.raises(ValueError, match="could not convert"):
-        run_main(lambda: float("x"))
+        run_main_with_exit_code(lambda: float("x"))
 
 
 def test_help_fits_one_screen(monkeypatch, capsys):

@@ -662,7 +662,7 @@ def test_an_output_without_anything_goes_again(tmp_path):
     there = tmp_path / "there"
     there.mkdir()
     for out, written in ((tmp_path / "new", False), (tmp_path / "half", True), (there, False)):
-        with pytest.raises(OSError, match="full"), folders.claim_output(out, "--out", "generate"):
+        with pytest.raises(OSError, match="full"), folders.claim_output_folder(out, "--out", "generate"):
             if written:
                 (out / "0.png").touch()
             raise OSError(28, "full")

@@ -61,7 +61,7 @@ def told(path: Path, replaced: int = 0) -> str:
 PROGRAM = """
 import json, runpy, sys
 from dstrain.commands import exits
-exits._quit_python = sys.exit  # a command that has begun a process group ends its process
+exits._exit_without_freeing_modules = sys.exit  # a command that has begun a process group ends its process
 script, lists = sys.argv[1], json.loads(sys.argv[2])
 for arguments in lists:
     sys.argv[:] = [script, *arguments]

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from dstrain.commands.export import _measure_difference
+from dstrain.commands.export import _measure_relative_difference
 from dstrain.runs import card
 
 
@@ -16,7 +16,7 @@ def difference(writer, system, nets, folder: Path) -> float:
     exec(compile(code, "README.md", "exec"), names)
     drawn = names["images"] if "images" in names else names["image_embeds"]
     drawn = drawn.numpy() if torch.is_tensor(drawn) else np.stack([np.asarray(image) for image in drawn])
-    return _measure_difference(drawn, writer.draw_reference_outputs(system, nets))
+    return _measure_relative_difference(drawn, writer.draw_reference_outputs(system, nets))
 
 
 def draw_stock(writer, system, nets, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:

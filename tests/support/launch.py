@@ -142,7 +142,7 @@ def here(script: str, words: Iterable[object], monkeypatch, capsys, **env: str) 
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     path = str(ROOT / "launch" / script)
-    monkeypatch.setattr(exits, "_quit_python", _refuse_to_quit)
+    monkeypatch.setattr(exits, "_exit_without_freeing_modules", _refuse_to_quit)
     monkeypatch.setattr(sys, "argv", [path, *map(str, words)])
     try:
         runpy.run_path(path, run_name="__main__")

@@ -23,9 +23,9 @@ import torch
 
 from dstrain.commands.encoding.folder import (
     SAME_COMMAND,
-    claim_folder,
     count_samples,
     describe_changes,
+    lock_and_prepare_folder,
     make_missing_shards,
     require_few_unreadable_samples,
 )
@@ -80,7 +80,7 @@ def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
         get_phases().print_lines(*describe_truncated_captions(source, encoders.text))
     plan = _describe_embedding_settings(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
-    with claim_folder(options.out, "embeds", lambda: _prepare_folder_or_explain(options, plan)):
+    with lock_and_prepare_folder(options.out, "embeds", lambda: _prepare_folder_or_explain(options, plan)):
         notes = make_missing_shards(
             range(count),
             lambda number: _read_shard_record_if_whole(options.out, number),

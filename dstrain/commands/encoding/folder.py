@@ -18,7 +18,7 @@ SAME_COMMAND = "what is there is whole: give the same command again once it can"
 
 
 @contextmanager
-def claim_folder(
+def lock_and_prepare_folder(
     out: Path, verb: str, prepare: Callable[[], str | None], shard_numbers: range | None = None, shared: bool = False
 ) -> Iterator[None]:
     """Keeps other commands from writing into the folder `out` within the block. Then waits for all ranks. Call it on

@@ -15,7 +15,7 @@ from typing import Any
 
 from dstrain import systems
 from dstrain.checkpoint.manifest import read_manifest
-from dstrain.commands.evaluating.results import describe_command_and_machine, publish_result
+from dstrain.commands.evaluating.results import describe_command_and_machine, print_and_write_result
 from dstrain.commands.evaluating.sampled_sets import SAMPLING, Drawn, Stories
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.open import open_if_builtin, open_sources, open_split
@@ -56,23 +56,25 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
     place, kept = None, {}
     if options.metrics == ("scenes",):
         networks = {"scenes": open_feature_network("builtin")}
-        images, facts = _open_measured_data(options, run)
+        images, facts = _open_and_describe_measured_images(options, run)
         assert isinstance(images, Stories)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
             values = clips.compute_scene_scores(images.sum_story_scores(networks["scenes"]))
     else:
         _require_enough_samples(options)
         networks = table.open_metric_networks(options.metrics or (), options.features)
-        images, facts = _open_measured_data(options, run)
-        compared = _open_reference(options, run, networks)
+        images, facts = _open_and_describe_measured_images(options, run)
+        compared = _open_reference_statistics(options, run, networks)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
             images = table.check_images_and_read_first_batch(images, networks, options.batch, options.kept or KEPT)
         known, place = (
-            compared.collect_missing_statistics(partial(_collect_statistics, options, is_reference=True)),
+            compared.collect_missing_statistics(partial(_compute_image_statistics, options, is_reference=True)),
             compared.place,
         )
         with use_precision(options.precision):
-            measured = _collect_statistics(options, images, networks, left_out=run.data.leave_out if run else ())
+            measured = _compute_image_statistics(
+                options, images, networks, caption_patterns=run.data.leave_out if run else ()
+            )
         values = table.compute_metrics(networks, measured, known)
         for name, network in networks.items():
             rows = [side[network.name].kept for side in (measured, known) if network.name in side]
@@ -97,8 +99,8 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         "kept": kept,
         **describe_command_and_machine(options, begun),
     }
-    path = out and out / f"{_name_result_file(options, result)}.json"
-    publish_result(path, result, format_report(result))
+    path = out and out / f"{_make_result_file_name(options, result)}.json"
+    print_and_write_result(path, result, format_report(result))
     return path, result
 
 
@@ -108,7 +110,7 @@ def require_measurable_run(options: EvaluateOptions) -> None:
     """
     _require_enough_samples(options)
     networks = table.open_metric_networks(options.metrics or (), options.features)
-    _open_reference(options, trained.read_recipe(options.run_folder), networks)
+    _open_reference_statistics(options, trained.read_recipe(options.run_folder), networks)
 
 
 def _require_enough_samples(options: EvaluateOptions) -> None:
@@ -140,14 +142,14 @@ def write_reference(options: EvaluateOptions) -> str:
         images = _open_data_of_run(options, trained.read_recipe(options.run_folder))
     else:
         images = open_image_set(options.images, "--images")
-    statistics = _collect_statistics(options, images, networks, is_reference=True)
+    statistics = _compute_image_statistics(options, images, networks, is_reference=True)
     if group.rank() == 0:
         reference.write_reference_statistics(path, statistics)
     group.barrier()
     return f"statistics of {len(images):,} images in {path}: {', '.join(statistics)}"
 
 
-def _open_measured_data(options: EvaluateOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
+def _open_and_describe_measured_images(options: EvaluateOptions, run: Run | None) -> tuple[Images, dict[str, Any]]:
     """Opens the images that are measured: those of --images, or those that a run will draw. Returns them, and the
     entries of the result that describe them. Raises ConfigError if the run cannot draw them.
     """
@@ -230,7 +232,7 @@ def _open_data_of_run(options: EvaluateOptions, run: Run) -> Images:
     return Sourced(Spread(source.make_single_shape_view(), None if options.write_reference is None else options.num))
 
 
-def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[str, Features]) -> Compared:
+def _open_reference_statistics(options: EvaluateOptions, run: Run | None, networks: dict[str, Features]) -> Compared:
     """Opens the reference with which the metrics compare, or returns an empty one if no metric needs it. Raises
     ConfigError if the reference is missing, or lacks something that a metric needs.
     """
@@ -246,18 +248,18 @@ def _open_reference(options: EvaluateOptions, run: Run | None, networks: dict[st
     return Compared({}, _open_data_of_run(options, run), networks, f"{run.data.path}, {options.split or 'train'}")
 
 
-def _collect_statistics(
+def _compute_image_statistics(
     options: EvaluateOptions,
     images: Images,
     networks: dict[str, Features],
     is_reference: bool = False,
-    left_out: Sequence[str] = (),
+    caption_patterns: Sequence[str] = (),
 ) -> dict[str, Statistics]:
     """Computes the statistics of images that the metrics need, and returns them by the name of their network. Draws a
     progress bar.
 
     is_reference: whether the images are the reference
-    left_out: patterns of captions; the images with such captions also get statistics of their own
+    caption_patterns: patterns of captions; the images with such captions also get statistics of their own
     """
     share = f"{len(images)} {'of the reference' if is_reference else 'images'}"
     with Bar("taking features", total=len(images), unit="image", desc=share) as bar:
@@ -268,7 +270,7 @@ def _collect_statistics(
             options.kept or KEPT,
             is_reference,
             lambda number: bar.update(min(number * group.world(), bar.total - bar.n)),
-            left_out,
+            caption_patterns,
         )
 
 
@@ -277,7 +279,7 @@ def replace_nonfinite_by_none(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value
 
 
-def _name_result_file(options: EvaluateOptions, result: dict[str, Any]) -> str:
+def _make_result_file_name(options: EvaluateOptions, result: dict[str, Any]) -> str:
     """Returns the name, without suffix, of the file for a result. The name ends in a hash of the options that change
     the figures, so that the same command replaces its own file.
     """

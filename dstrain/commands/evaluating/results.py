@@ -16,9 +16,9 @@ from dstrain.distributed import group
 from dstrain.recipe import explain_write_errors
 
 
-def describe_command_and_machine(options: EvaluateOptions, begun: float) -> dict[str, Any]:
+def describe_command_and_machine(options: EvaluateOptions, start_time: float) -> dict[str, Any]:
     """Returns entries of a result that describe the command and the machine: precision, ranks, batch, versions, device,
-    and the seconds since `begun`, a value of time.perf_counter().
+    and the seconds since `start_time`, a value of time.perf_counter().
     """
     return {
         "precision": options.precision,
@@ -26,11 +26,11 @@ def describe_command_and_machine(options: EvaluateOptions, begun: float) -> dict
         "batch": options.batch,
         "versions": {"dstrain": __version__, "torch": torch.__version__, "python": platform.python_version()},
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
-        "seconds": round(time.perf_counter() - begun, 3),
+        "seconds": round(time.perf_counter() - start_time, 3),
     }
 
 
-def publish_result(
+def print_and_write_result(
     path: Path | None, result: dict[str, Any], text: str, plot: Callable[[Path, dict[str, Any]], None] | None = None
 ) -> None:
     """Prints `text` on rank 0. Then writes `result` as JSON to `path`, and the plot that `plot` draws beside it; writes

@@ -82,11 +82,11 @@ class Drawn(Images):
                     batch.images = batch.images[:, 0]
                 yield batch
 
-    def _read_images_to_enlarge(self, source: Source, begin: int, count: int) -> dict[str, Any]:
-        """Reads `count` samples of a source, from row `begin` on. Returns {"images": (count, C, H, W), "labels": a
+    def _read_images_to_enlarge(self, source: Source, first_row: int, count: int) -> dict[str, Any]:
+        """Reads `count` samples of a source, from row `first_row` on. Returns {"images": (count, C, H, W), "labels": a
         tuple, or None if the system takes no labels}.
         """
-        images, _ = source.read_batch(torch.arange(begin, begin + count))
+        images, _ = source.read_batch(torch.arange(first_row, first_row + count))
         labels = tuple(images["label"].tolist()) if "label" in self.system.conditions(1) else None
         return {"images": images["image"], "labels": labels}
 

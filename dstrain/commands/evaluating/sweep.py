@@ -15,7 +15,7 @@ import torch
 from dstrain import systems
 from dstrain.checkpoint.layout import RECONSTRUCTED
 from dstrain.commands.evaluating.quality import measure_quality, replace_nonfinite_by_none, require_measurable_run
-from dstrain.commands.evaluating.results import publish_result
+from dstrain.commands.evaluating.results import print_and_write_result
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.open import open_sources
@@ -34,7 +34,7 @@ def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> Non
     options.metrics they are measured by that metric, otherwise by the held-out loss, which needs held-out samples.
     """
     if options is None or options.metrics is None:
-        _open_held_out(folder, trained.read_recipe(folder))
+        _open_held_out_samples(folder, trained.read_recipe(folder))
         return
     if options.metrics[0] not in (*LOWER, *HIGHER):
         raise ConfigError(f"--metric {options.metrics[0]}: name one of {', '.join((*LOWER, *HIGHER))}")
@@ -42,7 +42,7 @@ def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> Non
         require_measurable_run(options)
 
 
-def _open_held_out(folder: Path, run: Run) -> Source:
+def _open_held_out_samples(folder: Path, run: Run) -> Source:
     """Opens the run's held-out samples. Raises ConfigError if there are none."""
     source = open_sources(run.data, run=folder)[1]
     if source is None:
@@ -51,21 +51,24 @@ def _open_held_out(folder: Path, run: Run) -> Source:
 
 
 def measure_loss_by_width(
-    folder: Path, step: int, widths: Sequence[float], num: int | None = None, batch: int = 32
+    folder: Path, step: int, widths: Sequence[float], num_samples: int | None = None, batch: int = 32
 ) -> tuple[Path, dict[str, Any]]:
     """Measures the held-out loss of a run's averages at `step`, of each width in `widths`, on all ranks together. Uses
     the same noise at every width. Returns the path of the JSON file, and its content.
 
-    num: the number of held-out samples, evenly spaced; None: all
+    num_samples: the number of held-out samples, evenly spaced; None: all
     batch: the number of samples that a rank takes at a time
 
     Raises ConfigError if the run has no held-out samples.
     """
     run = trained.read_recipe(folder)
-    all_held_out, system = _open_held_out(folder, run), systems.build(run.system, run.model)
-    if num is not None and num > len(all_held_out) and group.rank() == 0:
-        print(f"--num-samples {num}: {len(all_held_out):,} are held out, and all of them are taken", file=sys.stderr)
-    source = Spread(all_held_out, num)
+    all_held_out, system = _open_held_out_samples(folder, run), systems.build(run.system, run.model)
+    if num_samples is not None and num_samples > len(all_held_out) and group.rank() == 0:
+        print(
+            f"--num-samples {num_samples}: {len(all_held_out):,} are held out, and all of them are taken",
+            file=sys.stderr,
+        )
+    source = Spread(all_held_out, num_samples)
     scores = []
     for width in widths:
         path = trained.find_checkpoint(folder, step, width)
@@ -73,7 +76,7 @@ def measure_loss_by_width(
         batches = iterate_held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
         scores.append(score_batches(system, networks, batches))
     facts = {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}
-    return _publish_scores(folder, facts, "loss", widths, scores)
+    return _print_and_write_scores(folder, facts, "loss", widths, scores)
 
 
 def measure_metric_by_width(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
@@ -86,27 +89,27 @@ def measure_metric_by_width(options: EvaluateOptions, widths: Sequence[float]) -
     (metric,) = options.metrics or ("",)
     results = [measure_quality(replace(options, ema=width))[1] for width in widths]
     facts = {name: results[0][name] for name in ("run", "step", "split", "samples", "reference", "sampling")}
-    return _publish_scores(options.run_folder, facts, metric, widths, [result["figures"] for result in results])
+    return _print_and_write_scores(options.run_folder, facts, metric, widths, [result["figures"] for result in results])
 
 
-def _publish_scores(
+def _print_and_write_scores(
     folder: Path,
     facts: dict[str, Any],
-    judge: str,
+    score_name: str,
     widths: Sequence[float],
     scores: Sequence[Mapping[str, float | None]],
 ) -> tuple[Path, dict[str, Any]]:
     """Prints the scores of all widths, and writes them as a JSON file with a plot into RUN/reconstructed. Chooses the
-    best width by the score named `judge`; it is None if no such score is finite. Returns the path of the JSON file, and
-    its content.
+    best width by the score named `score_name`; it is None if no such score is finite. Returns the path of the JSON
+    file, and its content.
     """
     columns = {name: [replace_nonfinite_by_none(one[name]) for one in scores] for name in scores[0]}
-    finite = [(value, width) for width, value in zip(widths, columns[judge]) if value is not None]
-    best = (max if judge in HIGHER else min)(finite, key=itemgetter(0))[1] if finite else None
-    result = {**facts, "judge": judge, "widths": list(widths), "scores": columns, "best": best}
-    metric = "" if judge == "loss" else f"_{judge}"
+    finite = [(value, width) for width, value in zip(widths, columns[score_name]) if value is not None]
+    best = (max if score_name in HIGHER else min)(finite, key=itemgetter(0))[1] if finite else None
+    result = {**facts, "judge": score_name, "widths": list(widths), "scores": columns, "best": best}
+    metric = "" if score_name == "loss" else f"_{score_name}"
     path = folder / RECONSTRUCTED / f"sweep{metric}_step_{facts['step']:08d}.json"
-    publish_result(path, result, format_report(result), figures.plot_sweep)
+    print_and_write_result(path, result, format_report(result), figures.plot_sweep)
     return path, result
 
 

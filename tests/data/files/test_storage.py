@@ -9,7 +9,7 @@ import tarfile
 
 import pytest
 
-from dstrain.commands.exits import run_main
+from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.data.cached.latents import is_codes_cache
 from dstrain.data.files import storage
 from dstrain.data.source import BadSample, convert_errors_to_bad_sample
@@ -133,7 +133,7 @@ def test_the_command_ends_with_one_message(capsys):
         raise NotRead("/data/a.png cannot be read (OSError: EIO)")
 
     with pytest.raises(SystemExit) as ended:
-        run_main(fail)
+        run_main_with_exit_code(fail)
     err = capsys.readouterr().err
     assert ended.value.code == 1 and "error:\n  /data/a.png cannot be read" in err and "Traceback" not in err
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from dstrain import systems
-from dstrain.commands.index import format_report, index_data
+from dstrain.commands.index import format_report, index_and_summarize_data
 from dstrain.commands.job import complete_recipe
 from dstrain.data.cached.latents import Latents
 from dstrain.data.open import open_sources
@@ -89,7 +89,7 @@ def test_archives_within_archives_and_patterns(tmp_path):
     assert len(open_sources(Data(path=f"{tmp_path}/s-{{0..1}}.tar", image_size=16))[0]) == 2
     zipped = open_sources(Data(path=str(tmp_path / "s.zip"), image_size=16))[0]
     assert len(zipped) == 1 and zipped.describe_samples().endswith("; 1 whose names lead outside are left out")
-    told = format_report(index_data(Data(path=str(tmp_path / "s.zip"), index=str(tmp_path / "index"))))
+    told = format_report(index_and_summarize_data(Data(path=str(tmp_path / "s.zip"), index=str(tmp_path / "index"))))
     assert "note: 1 whose names lead outside are left out" in told
 
 

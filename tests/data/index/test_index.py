@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from dstrain.commands.index import format_report, index_data
+from dstrain.commands.index import format_report, index_and_summarize_data
 from dstrain.data import formats
 from dstrain.data.batches import Batches
 from dstrain.data.decode.pixels import SUFFIXES, read_image
@@ -133,7 +133,7 @@ def test_found_again_until_the_data_change(tmp_path, monkeypatch, capsys):
     picture(1).save(root / "c2" / "a.png")
     assert opened() == 8 and opened() == 8 and len(listed) == 7
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    index_data(Data(path=str(root)))
+    index_and_summarize_data(Data(path=str(root)))
     assert len(listed) == 10
     assert len(open_images(root, 16, run=tmp_path / "run")) == 8 and len(listed) == 10
     name = next((tmp_path / "i").glob("*/names.bin"))
@@ -484,7 +484,7 @@ def test_one_of_a_kind(tmp_path, monkeypatch, capsys):
     picture(0).save(tmp_path / "0.png")
     data = Data(path=str(tmp_path / "0.csv"), index=str(tmp_path / "i"))
     (tmp_path / "0.csv").write_text("path\n0.png\n")
-    assert format_report(index_data(data)).splitlines()[0].endswith(", 1 sample")
+    assert format_report(index_and_summarize_data(data)).splitlines()[0].endswith(", 1 sample")
     for number, words in enumerate((["--format", "tar"], [])):
         code, out, error = here("pack.py", [data.path, "--out", tmp_path / str(number), *words], monkeypatch, capsys)
         assert code == 0 and f": 1 {'shard' if number else 'tar'}, " in out, out + error
@@ -498,12 +498,12 @@ def test_the_description(tmp_path):
     content = (root / "c1" / "001.png").read_bytes()
     (root / "c1" / "001.png").write_bytes(content[: len(content) // 2])
     data = Data(path=str(root), index=str(tmp_path / "i"))
-    quick, whole = (index_data(data, check=check) for check in (False, True))
+    quick, whole = (index_and_summarize_data(data, check_samples=check) for check in (False, True))
     assert json.loads(json.dumps(whole)) == whole
     assert (quick["samples"], quick["classes"]["smallest"], quick["captions"]) == (7, {"c1": 3, "c0": 4}, None)
     assert quick["sizes"] == {"40x30": 5, "50x20": 1} and quick["aspect_ratios"] == {"4:3": 5, "2:1": 1}
     assert quick["shorter_sides"] == {"below 32": 6}
-    listed = index_data(data, captions=True)
+    listed = index_and_summarize_data(data, with_captions=True)
     assert "none in the index; --captions lists" in format_report(quick) and "--captions" not in format_report(listed)
     assert [name for name, _ in quick["unreadable_names"]] == ["c1/000.png"]
     assert [name for name, _ in whole["unreadable_names"]] == ["c1/000.png", "c1/001.png"] and whole["unreadable"] == 2
@@ -517,10 +517,10 @@ def test_the_description_of_clips(tmp_path):
         write_pictures(tmp_path / "d" / f"{number}.gif", moving(frames, 16, 16))
     (tmp_path / "d" / "6.gif").write_bytes(b"no clip")
     data = Data(path=str(tmp_path / "d"), index=str(tmp_path / "i"), num_frames=9, buckets=[9, 5], frame_stride=2)
-    quick = index_data(data)
+    quick = index_and_summarize_data(data)
     assert quick["frames"] == {"9 or more": 3, "5 or more": 2, "fewer": 1} and quick["unreadable"] == 1
     assert "frames: 9 or more 3, 5 or more 2, fewer 1" in format_report(quick) and "6.gif" in format_report(quick)
-    assert index_data(data.model_copy(update={"buckets": None}))["unreadable"] is None
+    assert index_and_summarize_data(data.model_copy(update={"buckets": None}))["unreadable"] is None
 
 
 def _rank(root: Path, kept: Path | None) -> tuple:
@@ -544,7 +544,7 @@ def test_what_is_built_in_has_no_index():
     with pytest.raises(
         ConfigError, match="^data.path=builtin:fashion is in the package, and neither listed nor packed"
     ):
-        index_data(Data(path="builtin:fashion"))
+        index_and_summarize_data(Data(path="builtin:fashion"))
 
 
 def test_one_rank_lists(tmp_path):

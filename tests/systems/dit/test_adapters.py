@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dstrain import systems
 from dstrain.commands import export
-from dstrain.commands.export import _save_for_pipeline
+from dstrain.commands.export import _save_adapters_for_pipeline
 from dstrain.commands.options.export import ExportOptions
 from dstrain.nn.lora import ATTENTION, Lora, convert_adapters_to_peft
 from dstrain.nn.measures import measure_relative_error
@@ -152,7 +152,7 @@ def test_pipeline_loads_them(targets: tuple[str, ...], tmp_path: Path) -> None:
     adapters, _ = rename_adapters_to_diffusers(system, network.state_dict())
     _, described = convert_adapters_to_peft(adapters, lora, "weights")
     (tmp_path / "adapters").mkdir()
-    _save_for_pipeline(adapters, lora, described, tmp_path / "adapters" / "pytorch_lora_weights.safetensors")
+    _save_adapters_for_pipeline(adapters, lora, described, tmp_path / "adapters" / "pytorch_lora_weights.safetensors")
     pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "out")
     pipeline.load_lora_weights(tmp_path / "adapters")
     found, expected = predict_both("sd3", system, network, pipeline.transformer.eval())
