@@ -352,7 +352,8 @@ def test_a_rank_that_is_alone():
     """Oracle: the address that it was given, where nobody listens, and the clock."""
     port, program = (
         str(free_port()),
-        "from dstrain.commands.exits import run_main_with_exit_code; from dstrain.engine.start import start_process_group\n",
+        "from dstrain.commands.exits import run_main_with_exit_code\n"
+        "from dstrain.engine.start import start_process_group\n",
     )
     done = subprocess.run(
         [sys.executable, "-c", program + "run_main_with_exit_code(lambda: start_process_group(0.05))"],
