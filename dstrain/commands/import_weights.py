@@ -17,7 +17,7 @@ from dstrain import recipe, systems
 from dstrain.checkpoint.fragments import write_shard
 from dstrain.checkpoint.layout import COMMON, Fragment, make_shard_file_name
 from dstrain.checkpoint.store import Store
-from dstrain.commands.job import load_checked_recipe
+from dstrain.commands.job import load_and_check_recipe
 from dstrain.commands.options.import_weights import ImportOptions
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
@@ -30,7 +30,7 @@ from dstrain.systems.base import System
 
 def run_verb(options: ImportOptions) -> None:
     """Imports the weights, and prints which were loaded, replaced and left out."""
-    run = load_checked_recipe(options.recipe, options.overrides)
+    run = load_and_check_recipe(options.recipe, options.overrides)
     for note in import_weights(Path(os.path.expanduser(options.weights)), run, options.out):
         print(note)
     print(f"{run.name} of these weights in {options.out}")

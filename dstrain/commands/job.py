@@ -44,12 +44,12 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     device_type: such as "cuda"; None: that of this process
     """
     world, device_type = world or group.read_rank_and_world().world, device_type or group.device().type
-    run, problems = complete_recipe(_read_recipe(options.recipe, options.overrides), options.overrides)
+    run, problems = complete_and_check_recipe(_read_recipe(options.recipe, options.overrides), options.overrides)
     problems += _list_path_problems(run)
     resolved: dict[str, Any] = {}
     remarks: list[str] = []
     notes: tuple[str, ...] = ()
-    with _collect_problems(problems):
+    with _collect_config_errors(problems):
         before = {} if options.from_scratch else folders.read_earlier_settings(run.directory)
         resolved = settings.resolve_deepspeed_settings(
             find_ds_config(options.ds_config),
@@ -64,7 +64,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     if not problems:
         problems += systems.build_config(run.system, run.model).conflicts_at(settings.read_zero_stage(resolved))
     if not problems and group.read_rank_and_world().rank == 0:
-        with _collect_problems(problems):
+        with _collect_config_errors(problems):
             checked_remarks, notes = _check_data_and_list_remarks(run, options, resolved, world)
             remarks += checked_remarks
     if problems:
@@ -72,7 +72,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     return Job(run, resolved, settings.list_settings_remarks(resolved, device_type) + remarks, notes)
 
 
-def load_checked_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
+def load_and_check_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
     """Returns the Run of a recipe file with overrides, completed and checked. Does not check the data, which need not
     be on this machine. Raises ConfigError with every problem.
 
@@ -84,7 +84,7 @@ def load_checked_recipe(path: Path, overrides: Sequence[str], note: Callable[[st
         run, left_out = systems.find_config_class(run.system).without_files(run)
         if left_out:
             note(left_out)
-    run, problems = complete_recipe(run, overrides)
+    run, problems = complete_and_check_recipe(run, overrides)
     if problems:
         raise ConfigError(*problems)
     return run
@@ -101,17 +101,17 @@ def _read_recipe(path: Path, overrides: Sequence[str]) -> Run:
     return run
 
 
-def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str]]:
+def complete_and_check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[str]]:
     """Completes the data and model sections of a Run, and checks them and the overrides. Returns the completed Run, and
     a list of problems.
     """
     from dstrain.data.open import fill_in_codes_entry, find_content_kind, require_learnable_contents
 
     problems: list[str] = []
-    with _collect_problems(problems):
+    with _collect_config_errors(problems):
         schema = systems.find_config_class(run.system)
         given = run.data.model_dump(include={"codes", "captioned"})
-        run = run.model_copy(update={"data": fill_in_codes_entry(_take_upright_of_resumed_run(run))})
+        run = run.model_copy(update={"data": fill_in_codes_entry(_inherit_upright_setting(run))})
         require_learnable_contents(run.data, run.system, schema.learns_from, systems.list_systems_learning_from)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(
@@ -143,7 +143,7 @@ def complete_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[Run, list[
     return run, problems
 
 
-def _take_upright_of_resumed_run(run: Run) -> Data:
+def _inherit_upright_setting(run: Run) -> Data:
     """Returns the data section of a recipe. If it does not set `upright` (pictures are turned as EXIF says), and there
     is a run in the recipe's folder, takes the value of that run.
     """
@@ -155,7 +155,7 @@ def _take_upright_of_resumed_run(run: Run) -> Data:
 
 
 @contextmanager
-def _collect_problems(problems: list[str]) -> Iterator[None]:
+def _collect_config_errors(problems: list[str]) -> Iterator[None]:
     """Catches a ConfigError that the block raises, and adds its lines to `problems`."""
     try:
         yield
@@ -174,11 +174,11 @@ def _list_path_problems(run: Run) -> list[str]:
         problems.append("track.tensorboard=true needs a package: `pip install tensorboard`, or leave it out")
     if run.init_from is not None and not run.init_from.exists() and not folders.read_last_saved_step(run.directory):
         problems.append(f"init_from={run.init_from} does not exist: give a weights file or the folder of a run")
-    problem = _find_folder_problem(run.directory)
+    problem = _explain_why_unwritable(run.directory)
     return problems + ([f"folder={format_value(run.directory)}: {problem}"] if problem else [])
 
 
-def _find_folder_problem(folder: Path) -> str | None:
+def _explain_why_unwritable(folder: Path) -> str | None:
     """Returns why nothing can be written in `folder`, or None. Rank 0 makes a temporary folder in the nearest folder
     above that exists, and removes it again. Other ranks look only for a file or a dead link in the way.
     """
@@ -204,7 +204,7 @@ def _check_data_and_list_remarks(
     lines to print when training starts; the latter are () with --dry-run or --print-config. Raises ConfigError for the
     first problem.
     """
-    from dstrain.commands.probe import probe_system, require_possible_size
+    from dstrain.commands.probe import require_feasible_network_sizes, try_system_on_samples
     from dstrain.data.formats.labels import require_classes_fit_model
     from dstrain.data.open import describe_data, find_content_kind, open_sources
     from dstrain.data.source import describe_truncated_captions
@@ -236,7 +236,7 @@ def _check_data_and_list_remarks(
         config.without_labels,
         same_data=not (run.data.mixture or run.data.held_out_path),
     )
-    require_possible_size(run.system, system)
+    require_feasible_network_sizes(run.system, system)
     build_training_metrics(run, system, source, held_out)  # raises ConfigError if its metrics cannot be measured
     remarks = describe_data(run.data, source, held_out, run.directory) + _check_and_describe_initial_weights(
         run, system, options
@@ -252,18 +252,18 @@ def _check_data_and_list_remarks(
     ):
         remarks += describe_truncated_captions(source, system)
     problems: list[str] = []
-    with _collect_problems(problems):
+    with _collect_config_errors(problems):
         system.require_expressible()
     lost = tuple(f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems)
     if options.dry_run:
         remarks += lost
-    _require_possible_step(run, options)
-    _require_possible_profile(run, options)
+    _require_possible_start_step(run, options)
+    _require_profile_within_run(run, options)
     folders.require_allowed_start(run, system.fingerprint(source), options)
     if options.print_config:
         return remarks, ()
     get_phases().enter_phase("trying two samples")
-    remarks += probe_system(run, system, source, settings.read_precision(resolved))
+    remarks += try_system_on_samples(run, system, source, settings.read_precision(resolved))
     if options.dry_run:
         from dstrain.planning.estimate import describe_costs
 
@@ -277,7 +277,7 @@ def _check_data_and_list_remarks(
         return remarks, notes
 
 
-def _require_possible_step(run: Run, options: JobOptions) -> None:
+def _require_possible_start_step(run: Run, options: JobOptions) -> None:
     """Raises ConfigError if the run would begin beyond its last step, if the run's folder holds no checkpoint of
     --step, or if --step is given with --from-scratch.
     """
@@ -298,7 +298,7 @@ def _require_possible_step(run: Run, options: JobOptions) -> None:
         )
 
 
-def _require_possible_profile(run: Run, options: JobOptions) -> None:
+def _require_profile_within_run(run: Run, options: JobOptions) -> None:
     """Raises ConfigError if the steps of --profile lie beyond the end of the run."""
     if options.profile is not None and options.profile[1] > run.steps:
         raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
@@ -310,9 +310,9 @@ def _require_drawable_samples(run: Run, system: System) -> None:
     """
     samples, draws = run.samples, system.generates or not run.every.sample
     problems: list[str] = []
-    with _collect_problems(problems):
+    with _collect_config_errors(problems):
         system.sampler(samples.sampler, "samples.sampler")
-    with _collect_problems(problems):
+    with _collect_config_errors(problems):
         system.check_sampling(samples)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))

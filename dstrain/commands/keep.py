@@ -66,15 +66,15 @@ class _Supervisor:
         fruitless, words = 0, list(self._options.words)
         for restart in range(self._options.max_restarts + 1):
             saved = folders.read_last_saved_step(self._folder)
-            code = self._run_command(self._drop_silent_hosts(words))
-            self._append_to_log()
+            code = self._run_command(self._exclude_unreachable_hosts(words))
+            self._flush_lines_to_log()
             now = folders.read_last_saved_step(self._folder)
             fruitless = 0 if now > saved else fruitless + 1
             if self._must_not_restart(code, now):
-                return _convert_exit_code(code)
+                return _convert_to_shell_exit_code(code)
             end = f"{_describe_exit(code)}, step {now} is saved ({now - saved:+d})"
             if saved and not (self._folder / "run.yaml").exists():
-                self._write_line(
+                self._print_and_log_line(
                     f"{end}; no further restart, which would begin anew: {self._folder} is no longer there"
                 )
                 break
@@ -84,19 +84,19 @@ class _Supervisor:
                     if fruitless == FRUITLESS
                     else f"--max-restarts {restart} is reached"
                 )
-                self._write_line(f"{end}; no further restart: {why}")
+                self._print_and_log_line(f"{end}; no further restart: {why}")
                 break
             pause = min(self._options.backoff * 2**fruitless, _LONGEST)
             words = self._make_restart_command()
-            self._write_line(
+            self._print_and_log_line(
                 f"{end}; restart {restart + 1} of {self._options.max_restarts} in {pause:g} s: {shlex.join(words)}"
             )
-            self._wait(pause)
+            self._wait_unless_signalled(pause)
             if self._signal:
                 break
-        return _convert_exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
+        return _convert_to_shell_exit_code(code) or exit_codes.BUG  # 0, and the run is not complete
 
-    def _drop_silent_hosts(self, words: list[str]) -> list[str]:
+    def _exclude_unreachable_hosts(self, words: list[str]) -> list[str]:
         """Returns the command without the hosts that do not answer. Waits as long as fewer than --min-hosts answer, and
         writes a line about the missing ones. Returns the command unchanged without --min-hosts, or after a signal.
         """
@@ -107,11 +107,11 @@ class _Supervisor:
             enough = len(hosts) - len(missing) >= least
             if missing and missing != told:
                 what = "starting without them" if enough else f"waiting until {least} of {len(hosts)} hosts answer"
-                self._write_line(f"no answer from {', '.join(missing)}: {what}")
+                self._print_and_log_line(f"no answer from {', '.join(missing)}: {what}")
             if enough:
                 return exclude_hosts_from_command(words, hosts, missing)
             told = missing
-            self._wait(min(self._options.backoff, _LONGEST))
+            self._wait_unless_signalled(min(self._options.backoff, _LONGEST))
         return words
 
     def _run_command(self, words: list[str]) -> int:
@@ -151,7 +151,7 @@ class _Supervisor:
         end = time.monotonic() + 60 * self._run.faults.timeout_minutes
         while rest := list_descendant_pids(os.getpid()):
             if time.monotonic() > end:
-                self._write_line(f"{len(rest)} processes of the last start still run and are killed")
+                self._print_and_log_line(f"{len(rest)} processes of the last start still run and are killed")
                 for pid in rest:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
@@ -162,14 +162,15 @@ class _Supervisor:
             except ChildProcessError:
                 return
 
-    def _must_not_restart(self, code: int, saved: int) -> bool:
+    def _must_not_restart(self, code: int, saved_step: int) -> bool:
         """Returns whether the command is not to be started again: after a signal to this process, wrong input,
-        divergence, a stop on purpose (without --restart-on-stop), or a complete run. `saved` is the last saved step.
+        divergence, a stop on purpose (without --restart-on-stop), or a complete run. `saved_step` is the last saved
+        step.
         """
         if self._signal or code in (exit_codes.WRONG_INPUT, exit_codes.DIVERGED):
             return True
         return (code == exit_codes.STOPPED and not self._options.restart_on_stop) or (
-            code == exit_codes.DONE and saved >= self._run.steps
+            code == exit_codes.DONE and saved_step >= self._run.steps
         )
 
     def _make_restart_command(self) -> list[str]:
@@ -201,22 +202,22 @@ class _Supervisor:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, number)
 
-    def _wait(self, seconds: float) -> None:
+    def _wait_unless_signalled(self, seconds: float) -> None:
         """Waits for some seconds, or until a signal has come."""
         end = time.monotonic() + seconds
         while time.monotonic() < end and not self._signal:
             time.sleep(0.1)
 
-    def _write_line(self, text: str) -> None:
+    def _print_and_log_line(self, text: str) -> None:
         """Writes a line, with the time, to stderr and to restarts.log. Until the folder holds a run, lines for
         restarts.log are kept in memory.
         """
         line = f"{datetime.now().astimezone().isoformat(timespec='seconds')} keep: {text}"
         print(line, file=sys.stderr, flush=True)
         self._unwritten.append(line + "\n")
-        self._append_to_log()
+        self._flush_lines_to_log()
 
-    def _append_to_log(self) -> None:
+    def _flush_lines_to_log(self) -> None:
         """Appends the lines that wait in memory to restarts.log, if the folder holds a run. Prints an error on stderr
         if the file cannot be written.
         """
@@ -228,7 +229,7 @@ class _Supervisor:
                 print(f"keep: restarts.log cannot be written: {error}", file=sys.stderr)
 
 
-def _convert_exit_code(code: int) -> int:
+def _convert_to_shell_exit_code(code: int) -> int:
     """Converts the exit code of a command to that of this process: -N, which says that signal N has killed the command,
     becomes 128 + N.
     """

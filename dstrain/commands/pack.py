@@ -59,10 +59,10 @@ class _Packable(Indexed):
 
     def __init__(self, layout: Layout, index: Index) -> None:
         super().__init__(layout, index)
-        self.noun, self.captioned = layout.request.noun, self.captions_beside or index.most_captions > 0
+        self.noun, self.captioned = layout.request.noun, self.has_caption_files or index.most_captions > 0
 
     @property
-    def captions_beside(self) -> bool:
+    def has_caption_files(self) -> bool:
         """Returns whether the captions of clips lie in files beside them, and not in the index."""
         return bool(self.layout.notes.get("beside"))
 
@@ -70,7 +70,7 @@ class _Packable(Indexed):
         """Returns the captions of the sample in a row. If captions lie in files beside the clips, returns the first
         line of the clip's file, or "" if the file is empty. Raises OSError or ConfigError if that file cannot be read.
         """
-        if not self.captions_beside:
+        if not self.has_caption_files:
             return self.index.read_captions(row)
         return split_nonblank_lines(read_text_file((self.path / self.index.read_name(row)).with_suffix(".txt")))[
             :1
@@ -80,7 +80,7 @@ class _Packable(Indexed):
         """Returns a hash of the captions of the rows `numbers`."""
         return (
             hash_captions_beside(self.path, self._iterate_file_names(numbers))
-            if self.captions_beside
+            if self.has_caption_files
             else super()._hash_texts(numbers)
         )
 
@@ -123,14 +123,14 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
     plan = run_on_rank_0(lambda: _plan_packing(options, files))
     if first:
         print(f"data: {data.path}: {files.describe_samples()}; {plan['shard_samples']:,} a shard", flush=True)
-    with lock_and_prepare_folder(options.out, "packs", lambda: _prepare_folder(options, plan)):
-        plan = run_on_rank_0(lambda: _read_plan(options.out))  # an earlier command may have counted other sizes
+    with lock_and_prepare_folder(options.out, "packs", lambda: _prepare_folder_or_explain(options, plan)):
+        plan = run_on_rank_0(lambda: _read_packing_plan(options.out))  # an earlier command may have counted other sizes
         count = -(-len(index) // plan["shard_samples"])
-        earlier = run_on_rank_0(lambda: _read_records(options.out))
+        earlier = run_on_rank_0(lambda: _read_finished_shard_records(options.out))
         records = make_missing_shards(
             range(count),
             lambda number: _verify_or_remove_shard(options.out, plan["format"], number, earlier),
-            lambda missing: _make_shards(options, plan, files, missing),
+            lambda missing: _pack_missing_shards(options, plan, files, missing),
         )
         return _write_index(options, plan, index, records)
 
@@ -159,7 +159,7 @@ def _plan_packing(options: PackOptions, files: _Packable) -> dict[str, Any]:
     """
     layout, index = files.layout, files.index
     rows = np.unique(np.linspace(0, len(index) - 1, _SAMPLED).astype(int)).tolist()
-    sizes = [len(content) for _, content, _, _ in _read_samples(files, rows, lambda name, reason: None)]
+    sizes = [len(content) for _, content, _, _ in _prefetch_samples(files, rows, lambda name, reason: None)]
     samples = max(1, round(options.shard_bytes / max(float(np.mean(sizes)), 1.0)))
     return {
         "format": options.format,
@@ -168,19 +168,19 @@ def _plan_packing(options: PackOptions, files: _Packable) -> dict[str, Any]:
         "shard_samples": samples,
         "shard_bytes": options.shard_bytes,
         "classes": len(index.classes),
-        "captions": 1 if files.captions_beside else index.most_captions,
+        "captions": 1 if files.has_caption_files else index.most_captions,
         "data": files.compute_full_fingerprint(),
     }
 
 
-def _prepare_folder(options: PackOptions, plan: dict[str, Any]) -> str | None:
+def _prepare_folder_or_explain(options: PackOptions, plan: dict[str, Any]) -> str | None:
     """Writes packing.json into options.out, unless it is there already. Returns None, or a message if the folder holds
     other shards or other files.
     """
     out = options.out
     if (out / PACKING).exists():
         try:
-            before = _read_plan(out)
+            before = _read_packing_plan(out)
             changes = describe_changes(before, plan, [key for key in plan if key != "shard_samples"])
         except (OSError, ValueError, KeyError, TypeError):
             return f"--out {out} has a {PACKING} that cannot be read: name another folder"
@@ -191,7 +191,7 @@ def _prepare_folder(options: PackOptions, plan: dict[str, Any]) -> str | None:
     return None
 
 
-def _read_plan(out: Path) -> dict[str, Any]:
+def _read_packing_plan(out: Path) -> dict[str, Any]:
     """Returns the settings in a folder's packing.json."""
     return small.read_json(out / PACKING)["plan"]
 
@@ -201,12 +201,12 @@ def _make_shard_path(out: Path, kind: str, number: int) -> Path:
     return out / (packed.name_shard(number) if kind == "shards" else f"files-{number:06d}.tar")
 
 
-def _make_record_path(out: Path, number: int) -> Path:
+def _make_shard_record_path(out: Path, number: int) -> Path:
     """Returns the path at which the record of shard `number` lies until the index is written."""
     return out / _RECORDS / f"{number}.json"
 
 
-def _read_records(out: Path) -> dict[int, dict[str, Any]]:
+def _read_finished_shard_records(out: Path) -> dict[int, dict[str, Any]]:
     """Returns the records of all shards, by number, if an earlier command has finished and written its index;
     else {}.
     """
@@ -218,14 +218,14 @@ def _read_records(out: Path) -> dict[int, dict[str, Any]]:
 
 
 def _verify_or_remove_shard(
-    out: Path, kind: str, number: int, earlier: dict[int, dict[str, Any]]
+    out: Path, kind: str, number: int, earlier_records: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file, if
-    there is one, with a message, and returns None. `earlier` is {number: record} of a command that has finished before,
-    else {}; other records are read from the disk.
+    there is one, with a message, and returns None. `earlier_records` is {number: record} of a command that has finished
+    before, else {}; other records are read from the disk.
     """
-    path, record = _make_shard_path(out, kind, number), _make_record_path(out, number)
-    known = earlier.get(number) or (sealed.parse_sealed_json(record.read_bytes()) if record.is_file() else None)
+    path, record = _make_shard_path(out, kind, number), _make_shard_record_path(out, number)
+    known = earlier_records.get(number) or (sealed.parse_sealed_json(record.read_bytes()) if record.is_file() else None)
     if (
         known is not None
         and path.is_file()
@@ -239,7 +239,7 @@ def _verify_or_remove_shard(
     return None
 
 
-def _make_shards(
+def _pack_missing_shards(
     options: PackOptions, plan: dict[str, Any], files: _Packable, missing: list[int]
 ) -> dict[int, dict[str, Any]]:
     """Writes this rank's share of the shards in `missing`, and returns their records by number. Raises ConfigError if
@@ -248,7 +248,7 @@ def _make_shards(
     mine, size, total = missing[group.rank() :: group.world()], plan["shard_samples"], len(files)
     bad: list[tuple[str, str]] = []
     rows = (row for number in mine for row in range(number * size, min((number + 1) * size, total)))
-    samples = _read_samples(files, rows, lambda name, reason: bad.append((name, reason)))
+    samples = _prefetch_samples(files, rows, lambda name, reason: bad.append((name, reason)))
     write = _write_shard if plan["format"] == "shards" else _write_tar
     records = {}
     done = total - count_samples(missing, size, total)
@@ -268,18 +268,18 @@ def _make_shards(
                 }
             require_few_unreadable_samples(dict(bad), total, options.max_bad_fraction, "files")
             with explain_write_errors(options.out, SAME_COMMAND):
-                atomic.write_file(_make_record_path(options.out, number), sealed.render_sealed_json(record))
+                atomic.write_file(_make_shard_record_path(options.out, number), sealed.render_sealed_json(record))
             records[number] = record
             # The other ranks are assumed to be as far.
             bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))
     return records
 
 
-def _read_samples(
-    files: _Packable, rows: Iterator[int] | list[int], bad: Callable[[str, str], None]
+def _prefetch_samples(
+    files: _Packable, rows: Iterator[int] | list[int], report_unreadable: Callable[[str, str], None]
 ) -> Iterator[Sampled]:
     """Reads the samples in `rows` with threads, and yields them in that order. A sample that cannot be read has no
-    bytes; calls `bad` with its name and the reason.
+    bytes; calls `report_unreadable` with its name and the reason.
     """
     layout, index = files.layout, files.index
 
@@ -299,7 +299,7 @@ def _read_samples(
     results: Iterator[tuple[Sampled, str | None]] = map_in_threads(read_sample, rows, _THREADS, 2 * _THREADS)
     for sample, problem in results:
         if problem is not None:
-            bad(sample[0], problem)
+            report_unreadable(sample[0], problem)
         yield sample
 
 
@@ -316,8 +316,8 @@ def _read_bytes(content: Path | bytes) -> bytes:
     return content
 
 
-def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
-    """Writes samples as a shard of dstrain's own form. `first` and `suffixes` are ignored; only `_write_tar`
+def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first_number: int, suffixes: tuple[str, ...]) -> None:
+    """Writes samples as a shard of dstrain's own form. `first_number` and `suffixes` are ignored; only `_write_tar`
     uses them.
     """
     writer = ShardWriter(file)
@@ -326,13 +326,14 @@ def _write_shard(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixe
     writer.close()
 
 
-def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first: int, suffixes: tuple[str, ...]) -> None:
+def _write_tar(file: BinaryIO, samples: Iterator[Sampled], first_number: int, suffixes: tuple[str, ...]) -> None:
     """Writes samples into a tar, with names as in webdataset: for sample 12 the members 000000012.jpg, 000000012.cls
     with the number of its class, and 000000012.txt with its caption. Several captions, or one of several lines, go into
-    a .json instead, as "caption". `first` is the number of the first sample; `suffixes` are those that a file may have.
+    a .json instead, as "caption". `first_number` is the number of the first sample; `suffixes` are those that a file
+    may have.
     """
     with tarfile.open(fileobj=file, mode="w", format=tarfile.USTAR_FORMAT) as archive:
-        for number, (name, content, label, captions) in enumerate(samples, first):
+        for number, (name, content, label, captions) in enumerate(samples, first_number):
             members = {_choose_suffix(name, content, suffixes): content}
             if label is not None:
                 members["cls"] = str(label).encode()
@@ -385,7 +386,7 @@ def _write_index(
                 options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render_sealed_json(body)
             )
             for number in records:
-                _make_record_path(options.out, number).unlink(missing_ok=True)
+                _make_shard_record_path(options.out, number).unlink(missing_ok=True)
             if (options.out / _RECORDS).is_dir():
                 (options.out / _RECORDS).rmdir()
     return body

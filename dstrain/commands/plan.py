@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dstrain.commands.job import load_checked_recipe
+from dstrain.commands.job import load_and_check_recipe
 from dstrain.commands.options.plan import PlanOptions
 from dstrain.commands.options.shipped import find_ds_config
 from dstrain.disk import small
@@ -39,22 +39,22 @@ def run_verb(options: PlanOptions) -> None:
     or with --search each of them, does not fit.
     """
     get_phases().enter_phase("checking the recipe")
-    run = load_checked_recipe(options.recipe, options.overrides, lambda note: print(note, file=sys.stderr))
+    run = load_and_check_recipe(options.recipe, options.overrides, lambda note: print(note, file=sys.stderr))
     ds_config = find_ds_config(options.ds_config)
     get_phases().enter_phase("counting")
     # SIGTERM interrupts as Ctrl-C does, and so ends the process that counts. The thread of `stops` would send it again.
     get_stops().defer_stops_to_main_thread(None)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    asked = make_case(
+    asked = make_planning_case(
         run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency
     )
-    text, fits = (describe_choices if options.search else describe_plan)(asked, options.json)
+    text, fits = (search_and_describe_settings if options.search else describe_costs_and_fit)(asked, options.json)
     print(text)
     if not fits:
         raise SystemExit(_DOES_NOT_FIT)
 
 
-def make_case(
+def make_planning_case(
     run: Run,
     ds_config: Path,
     world: int,
@@ -97,7 +97,7 @@ def make_case(
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device, efficiency)
 
 
-def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
+def describe_costs_and_fit(case: Case, json: bool = False) -> tuple[str, bool]:
     """Returns the costs of a run as text, or as JSON if `json`, and whether the run fits. If the run does not fit, also
     names the smallest change with which it fits, or says that there is none. Prints progress on stderr.
     """
@@ -120,17 +120,17 @@ def describe_plan(case: Case, json: bool = False) -> tuple[str, bool]:
         ), estimate.fits
     lines = [
         *_describe_run(estimate),
-        *_describe_memory_of_device(estimate),
-        *_describe_step(estimate),
-        *_describe_whole_run(estimate),
-        *_describe_fit(estimate),
+        *_describe_memory(estimate),
+        *_describe_step_costs(estimate),
+        *_describe_whole_run_costs(estimate),
+        *_describe_memory_fit(estimate),
     ]
     if not estimate.fits:
-        lines += _describe_advice(estimate, change)
+        lines += _describe_change_that_fits(estimate, change)
     return "\n".join(lines), estimate.fits
 
 
-def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
+def search_and_describe_settings(case: Case, json: bool = False) -> tuple[str, bool]:
     """Estimates many combinations of stage, micro-batch and recomputation. Returns a table of the first 20 that fit,
     the fastest first, and whether any does; if `json`, JSON of all that fit in place of the table. Also prints each row
     on stderr as soon as it is known.
@@ -144,14 +144,14 @@ def describe_choices(case: Case, json: bool = False) -> tuple[str, bool]:
     if not estimates:
         return "no stage, micro-batch and recomputation fits: take more GPUs, or offload", False
     lines = [
-        f"{case.run.name} on {_name_machines(estimates[0])}: what fits, "
+        f"{case.run.name} on {_format_gpus_and_machines(estimates[0])}: what fits, "
         + ("the fastest first" if case.chip.name else "the least memory of the host, recomputation and exchange first"),
         _HEAD,
         *map(_format_estimate_row, estimates[:_ROWS]),
     ]
     if len(estimates) > _ROWS:
         lines.append(f"and {len(estimates) - _ROWS} more; --json prints all")
-    return "\n".join(lines + _list_launch_warnings(estimates[0])), True
+    return "\n".join(lines + _list_step_time_warnings(estimates[0])), True
 
 
 def _format_estimate_row(estimate: Estimate) -> str:
@@ -168,7 +168,7 @@ def _format_estimate_row(estimate: Estimate) -> str:
     )
 
 
-def _name_machines(estimate: Estimate) -> str:
+def _format_gpus_and_machines(estimate: Estimate) -> str:
     """Returns the GPUs as text, such as "16 x H100, 8 a machine"."""
     layout, chip = estimate.layout, estimate.chip
     name = chip.name.removeprefix("NVIDIA ") if chip.name else f"{chip.memory / 1e9:.1f} GB"
@@ -186,7 +186,7 @@ def _describe_run(estimate: Estimate) -> list[str]:
     )
     host = [name for name, value in estimate.collect_choices().items() if value == "cpu"]
     return [
-        f"{run.name} on {_name_machines(estimate)}",
+        f"{run.name} on {_format_gpus_and_machines(estimate)}",
         f"stage {read_zero_stage(settings)}, {read_precision(settings)}, {sizes}, recompute "
         f"{estimate.collect_choices()['model.recompute']}" + (f", {' and '.join(host)} on the host" if host else ""),
         "weights    "
@@ -194,7 +194,7 @@ def _describe_run(estimate: Estimate) -> list[str]:
     ]
 
 
-def _describe_memory_of_device(estimate: Estimate) -> list[str]:
+def _describe_memory(estimate: Estimate) -> list[str]:
     """Returns lines on the memory that a run takes, by kind: a GPU's at the peak of a step, and the host's."""
     lines = ["", "on each GPU, when a step takes most"]
     lines += [f"  {kind:14} {_format_number(size):>10}B" for kind, size in estimate.counts.device.items() if size]
@@ -214,7 +214,7 @@ def _describe_memory_of_device(estimate: Estimate) -> list[str]:
     ]
 
 
-def _describe_step(estimate: Estimate) -> list[str]:
+def _describe_step_costs(estimate: Estimate) -> list[str]:
     """Returns lines on the operations, the exchanged bytes and the time of a step."""
     counts, time = estimate.counts, estimate.time
     largest = " in the largest bucket" if estimate.run.data.buckets else ""
@@ -234,10 +234,10 @@ def _describe_step(estimate: Estimate) -> list[str]:
             f"  it takes {_format_seconds(time.total)}: computing {_format_seconds(time.compute)}, "
             f"links {_format_seconds(time.links)}"
         ]
-    return lines + [f"  {line}" for line in _list_launch_warnings(estimate)]
+    return lines + [f"  {line}" for line in _list_step_time_warnings(estimate)]
 
 
-def _list_launch_warnings(estimate: Estimate) -> list[str]:
+def _list_step_time_warnings(estimate: Estimate) -> list[str]:
     """Returns a list with one warning if the estimated time of a step is too short to be true, below 5 ms; else []."""
     if estimate.time is None or estimate.time.total >= LAUNCHES:
         return []
@@ -247,7 +247,7 @@ def _list_launch_warnings(estimate: Estimate) -> list[str]:
     ]
 
 
-def _describe_whole_run(estimate: Estimate) -> list[str]:
+def _describe_whole_run_costs(estimate: Estimate) -> list[str]:
     """Returns lines on the speed, the duration and the energy of the whole run, and on the size of a checkpoint."""
     run, time, figures = estimate.run, estimate.time, estimate.collect_cost_figures()
     checkpoint = f"checkpoint {_format_number(estimate.counts.checkpoint)}B"
@@ -261,12 +261,12 @@ def _describe_whole_run(estimate: Estimate) -> list[str]:
     ]
 
 
-def _describe_fit(estimate: Estimate) -> list[str]:
+def _describe_memory_fit(estimate: Estimate) -> list[str]:
     """Returns lines that say whether the run fits into the memory."""
     return ["", f"{'it fits' if estimate.fits else 'IT DOES NOT FIT'}: {describe_memory(estimate)}"]
 
 
-def _describe_advice(estimate: Estimate, change: Estimate | None) -> list[str]:
+def _describe_change_that_fits(estimate: Estimate, change: Estimate | None) -> list[str]:
     """Returns a line that names the change with which the run fits. `change` is the estimate after that change. If
     `change` is None, the line says that no change makes the run fit.
     """
@@ -275,12 +275,12 @@ def _describe_advice(estimate: Estimate, change: Estimate | None) -> list[str]:
             "no micro-batch, recomputation, stage and offload makes it fit, nor does any doubling of the GPUs that "
             f"divides batch.global={estimate.run.batch.global_}: take larger GPUs"
         ]
-    words = [_format_choice(name, value) for name, value in find_changed_choices(estimate, change).items()]
+    words = [_format_setting(name, value) for name, value in find_changed_choices(estimate, change).items()]
     speed = f", {_format_seconds(change.time.total)} a step" if change.time else ""
     return [f"with {', '.join(words)} it fits: {describe_memory(change)}{speed}"]
 
 
-def _format_choice(name: str, value: Any) -> str:
+def _format_setting(name: str, value: Any) -> str:
     """Returns a choice as a user writes it: on the command line, or in DeepSpeed's JSON."""
     if name == "world":
         return f"--world {value}"

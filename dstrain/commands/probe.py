@@ -55,7 +55,7 @@ class _Enough(Exception):
     """Is raised when a sampler calls the networks more than _CALLS times, which is enough to check it."""
 
 
-def probe_system(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
+def try_system_on_samples(run: Run, system: System, source: Any, precision: str = "fp32") -> list[str]:
     """Tries a system on two samples of `source`: `encode`, the loss of every part that learns at the first or the last
     step, and, if the run does these, evaluation and drawing in two steps. Returns remarks, a line each. Call it on rank
     0 alone. Do not use `system` afterwards: its frozen networks may be on the meta device.
@@ -66,11 +66,11 @@ def probe_system(run: Run, system: System, source: Any, precision: str = "fp32")
     Other exceptions pass through. Torch's random state, the run's folder and the source stay as they are.
     """
     with torch.random.fork_rng(devices=[]):
-        networks = _build_networks(run.system, system)
+        networks = _build_networks_on_meta(run.system, system)
         _require_consistent_parts(run.system, system, networks)
         weights = sum(weight.numel() for network in networks.values() for weight in network.parameters())
         frozen = sum(weight.numel() for network in system.frozen() for weight in network.parameters())
-        batch = _read_batch(run, source)
+        batch = _read_first_batch(run, source)
         few = max(values.numel() for values in batch.values()) <= _SAMPLES * _NUMBERS
         encoding, learning = (
             torch.device("cpu" if (few and count <= _WEIGHTS) or not count else "meta")
@@ -79,7 +79,7 @@ def probe_system(run: Run, system: System, source: Any, precision: str = "fp32")
         if learning.type == "meta" and not next(next(iter(networks.values())).parameters()).is_meta:
             return [f"{run.system}: not checked, since its constructors need values, and the model is large"]
         try:
-            remarks = _try_system(run, system, batch, encoding, learning, precision)
+            remarks = _try_losses_and_drawing(run, system, batch, encoding, learning, precision)
         except _NotChecked as error:
             return [f"{error}: not checked, since it needs values, and the model is too large to compute them here"]
     if learning.type == "meta":
@@ -90,21 +90,21 @@ def probe_system(run: Run, system: System, source: Any, precision: str = "fp32")
     return remarks
 
 
-def require_possible_size(name: str, system: System) -> None:
+def require_feasible_network_sizes(name: str, system: System) -> None:
     """Raises ConfigError if the networks of a system are larger than any machine holds. Call it before reading a
     sample, which may be as large.
     """
     with torch.random.fork_rng(devices=[]):
-        _build_networks(name, system)
+        _build_networks_on_meta(name, system)
 
 
-def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
+def _build_networks_on_meta(name: str, system: System) -> dict[str, nn.Module]:
     """Builds the networks on the meta device. If a constructor needs values, builds them with values. Raises
     ConfigError if the networks are larger than any machine holds.
     """
     count, numbers = 0, 0
 
-    def require_bounded(_: Any, entry: str, values: Any) -> None:
+    def require_bounded_tensor(_: Any, entry: str, values: Any) -> None:
         """Counts a tensor that a constructor registers. Raises ConfigError if this tensor, or all tensors so far, are
         too large.
         """
@@ -119,7 +119,7 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
                 )
 
     hooks = [
-        register(require_bounded)
+        register(require_bounded_tensor)
         for register in (
             module.register_module_parameter_registration_hook,
             module.register_module_buffer_registration_hook,
@@ -140,7 +140,7 @@ def _build_networks(name: str, system: System) -> dict[str, nn.Module]:
             hook.remove()
 
 
-def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
+def _read_first_batch(run: Run, source: Any) -> dict[str, Tensor]:
     """Returns the first two samples of training as a batch. Readable samples take the place of unreadable ones, without
     a warning.
     """
@@ -154,28 +154,28 @@ def _read_batch(run: Run, source: Any) -> dict[str, Tensor]:
         return next(batches.read_step(0))
 
 
-def _try_system(
-    run: Run, system: System, batch: Batch, encoding: torch.device, learning: torch.device, precision: str
+def _try_losses_and_drawing(
+    run: Run, system: System, batch: Batch, encode_device: torch.device, train_device: torch.device, precision: str
 ) -> list[str]:
     """Computes the loss of every part that learns at the first or the last step; then tries saving, evaluation and
     drawing. Returns remarks, a line each.
 
-    encoding: the device on which `encode` computes
-    learning: the device on which all else computes
+    encode_device: the device on which `encode` computes
+    train_device: the device on which all else computes
     precision: that of the weights in training
 
     Raises ConfigError if something returns what training cannot use, _NotChecked if values are needed on the meta
     device.
     """
-    with learning, _Unfilled() if learning.type == "meta" else nullcontext():
-        networks = system.networks() if learning.type == "cpu" else system.build_networks_on_meta()
+    with train_device, _Unfilled() if train_device.type == "meta" else nullcontext():
+        networks = system.networks() if train_device.type == "cpu" else system.build_networks_on_meta()
     half = _HALVES.get(precision)
-    if learning.type == "meta":
+    if train_device.type == "meta":
         for network in networks.values():
             network.to(half or torch.float32)
             _cache_output_shapes(network)
     for network in system.frozen():
-        network.to(encoding)
+        network.to(encode_device)
     tables = tuple(
         module.num_embeddings
         for network in networks.values()
@@ -189,38 +189,38 @@ def _try_system(
         if parts.issuperset(turns):
             continue
         parts.update(turns)
-        with torch.no_grad(), _explain_id_errors(f"{run.system}: encode", _choose_id_tensors(batch), encoding):
-            example = system.encode(copy_batch_to_device(batch, encoding))
+        with torch.no_grad(), _explain_id_errors(f"{run.system}: encode", _select_id_tensors(batch), encode_device):
+            example = system.encode(copy_batch_to_device(batch, encode_device))
         if live := [name for name, values in example.items() if values.requires_grad]:
             raise ConfigError(
                 f"{run.system}: encode returns {', '.join(live)} with a gradient: compute the example "
                 "from frozen networks alone, or detach it"
             )
-        ids = _choose_id_tensors(example)
-        example = copy_batch_to_device(example, learning)
+        ids = _select_id_tensors(example)
+        example = copy_batch_to_device(example, train_device)
         rng.seed_torch(run.seed, step, 0)
         for part in turns:
             for name, network in networks.items():  # as in a turn: only this part learns
                 network.requires_grad_(name == part)
             place = f"{run.system}: loss of {part}"
-            with _explain_id_errors(place, ids, learning, tables), _explain_cast_errors(place, half):
+            with _explain_id_errors(place, ids, train_device, tables), _explain_cast_errors(place, half):
                 terms = system.loss(part, networks, example)
-            _require_valid_terms(place, terms, system.watched)
+            _require_valid_loss_terms(place, terms, system.watched)
             seen.update(terms)
-            if learning.type == "cpu" and not terms["loss"].isfinite():
+            if train_device.type == "cpu" and not terms["loss"].isfinite():
                 remarks.append(f"{place}: the first one is {terms['loss'].item()}")
     if missing := [name for name in system.watched if name not in seen]:
         raise ConfigError(f"{run.system}: no loss returns {', '.join(missing)}, which `watched` names: return them")
     _try_saving_state(run.system, system)
     held = {name: values for name, values in batch.items() if name != "step"}  # as held-out data come
     with torch.no_grad(), set_eval_mode(networks), suppress(_NotChecked, _Enough):
-        with _explain_id_errors(f"{run.system}: encode of held-out data", _choose_id_tensors(held), encoding):
-            example = copy_batch_to_device(system.encode(copy_batch_to_device(held, encoding)), learning)
+        with _explain_id_errors(f"{run.system}: encode of held-out data", _select_id_tensors(held), encode_device):
+            example = copy_batch_to_device(system.encode(copy_batch_to_device(held, encode_device)), train_device)
         if run.every.evaluate:
             _try_evaluation(run, system, networks, example)
         if run.every.sample or run.every.metrics:
             _try_drawing(run, system, networks, held, example)
-    if half and learning.type == "cpu":
+    if half and train_device.type == "cpu":
         # Other errors are those of the CPU, which lacks some kernels in half precision.
         for network in networks.values():
             network.to(half)
@@ -242,7 +242,7 @@ def _cache_output_shapes(network: nn.Module) -> None:
     forward = network.forward
     outputs: dict[Any, Any] = {}
 
-    def compute_once(*values: Any, **named: Any) -> Any:
+    def compute_or_reuse_shape(*values: Any, **named: Any) -> Any:
         """Calls `forward` for new shapes of the inputs, or while gradients are on. Otherwise returns an empty tensor of
         the shape that `forward` has returned for these shapes.
         """
@@ -258,7 +258,7 @@ def _cache_output_shapes(network: nn.Module) -> None:
             outputs[key] = out.shape[1:], out.dtype
         return out
 
-    network.forward = compute_once  # type: ignore[method-assign]
+    network.forward = compute_or_reuse_shape  # type: ignore[method-assign]
 
 
 def _try_saving_state(name: str, system: System) -> None:
@@ -374,7 +374,7 @@ def _require_consistent_parts(name: str, system: System, networks: dict[str, nn.
                 raise ConfigError(f"{name}: {weight} of {part} has no elements, which none can learn: leave it out")
 
 
-def _require_valid_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
+def _require_valid_loss_terms(place: str, terms: dict[str, Tensor], watched: tuple[str, ...]) -> None:
     """Raises ConfigError unless the terms of a loss are a dict of tensors with a scalar "loss" that has a gradient.
     Every other term must be a scalar or have one value for each sample, (B,); those in `watched` may have more axes.
     """
@@ -404,7 +404,7 @@ def _require_valid_terms(place: str, terms: dict[str, Tensor], watched: tuple[st
             )
 
 
-def _choose_id_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _select_id_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the int64 tensors on the CPU that hold ids, such as labels and tokens: all but "key", "position" and
     "step".
     """

@@ -55,7 +55,7 @@ def run_verb(options: ReconstructOptions) -> None:
                 batch=options.batch,
             )
         sweep.require_sweep_possible(options.folder, quality)
-    made = make_averages(options)
+    made = make_weight_averages(options)
     if group.rank() == 0:
         print(describe_made_averages(made))
     if not options.sweep:
@@ -67,7 +67,7 @@ def run_verb(options: ReconstructOptions) -> None:
         sweep.measure_metric_by_width(replace(quality, step=step), widths)
 
 
-def make_averages(options: ReconstructOptions) -> list[Made]:
+def make_weight_averages(options: ReconstructOptions) -> list[Made]:
     """Writes an average of each width that the options ask for, whole or not at all, and returns all of them. Keeps
     averages that exist already. Call it on all ranks; each rank makes its share of the elements.
 
@@ -87,10 +87,12 @@ def make_averages(options: ReconstructOptions) -> list[Made]:
             width: Store(folder / repr(width), sys.maxsize, check=validate.require_loadable_checkpoint)
             for width in widths
         }
-        if any(not _has_made_average(store, step, origin) for store in stores.values()):
+        if any(not _has_average_from_snapshots(store, step, origin) for store in stores.values()):
             with claim_output_folder(folder, str(folder), "reconstruct"):
                 missing = {
-                    width: store for width, store in stores.items() if not _has_made_average(store, step, origin)
+                    width: store
+                    for width, store in stores.items()
+                    if not _has_average_from_snapshots(store, step, origin)
                 }
                 _remove_outdated_averages(missing.values(), step)
                 _write_averages(
@@ -140,7 +142,7 @@ def list_usable_snapshots(folder: Path, step: int | None) -> list[Snapshot]:
     return select_combinable_snapshots(whole)
 
 
-def _has_made_average(store: Store, step: int, origin: dict[str, Any]) -> bool:
+def _has_average_from_snapshots(store: Store, step: int, origin: dict[str, Any]) -> bool:
     """Returns whether the store holds a whole average at `step` that was made from the snapshots that `origin`
     describes. Call it on all ranks.
     """

@@ -25,7 +25,7 @@ def run_verb(options: TrainOptions) -> None:
     get_phases().enter_phase("checking recipe, data and folder")
     job = prepare_job(options)
     if options.print_config:
-        print(describe_job(job), end="")
+        print(format_job_settings(job), end="")
     elif options.dry_run:
         print(f"{job.run.name}: recipe, data, paths and DeepSpeed settings are in order", *job.remarks, sep="\n")
     else:
@@ -36,7 +36,7 @@ def run_verb(options: TrainOptions) -> None:
         raise SystemExit(train(job.run, job.settings, options))
 
 
-def describe_job(job: Job) -> str:
+def format_job_settings(job: Job) -> str:
     """Returns the whole recipe as YAML and the DeepSpeed settings as JSON, in one text."""
     return f"# recipe\n{dump_run(job.run)}\n# DeepSpeed settings\n{json.dumps(job.settings, indent=2)}\n"
 

@@ -16,7 +16,7 @@ from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.commands.job import prepare_job
 from dstrain.commands.options.command import parse_options
 from dstrain.commands.options.train import JobOptions
-from dstrain.commands.train import describe_job, summarize_job
+from dstrain.commands.train import format_job_settings, summarize_job
 from dstrain.distributed import group
 from dstrain.recipe import Run
 
@@ -33,7 +33,7 @@ def main() -> None:
     options = replace(options, overrides=("folder=runs/bench", *options.overrides))  # It goes on with no run.
     job = prepare_job(options)
     if options.print_config:
-        print(describe_job(job), end="")
+        print(format_job_settings(job), end="")
     elif options.dry_run:
         print(summarize_job(job))
     else:

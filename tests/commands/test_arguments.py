@@ -65,9 +65,9 @@ def test_runs_that_guide(tmp_path):
         ("parse_interval", "2,1"),
         ("parse_interval", "0,inf"),
         ("parse_fraction", "-1"),
-        ("parse_size", "320"),
-        ("parse_size", "0x8"),
-        ("parse_size", "8x8x8"),
+        ("parse_width_and_height", "320"),
+        ("parse_width_and_height", "0x8"),
+        ("parse_width_and_height", "8x8x8"),
     ],
 )
 def test_what_is_refused(kind, text):
@@ -79,5 +79,5 @@ def test_what_is_refused(kind, text):
 def test_numbers():
     """Oracle: the ends of what is allowed."""
     assert arguments.parse_interval("0,0") == (0, 0) and arguments.parse_interval("0.2,1e3") == (0.2, 1000)
-    assert arguments.parse_size("320x192") == arguments.parse_size("320X192") == (320, 192)
+    assert arguments.parse_width_and_height("320x192") == arguments.parse_width_and_height("320X192") == (320, 192)
     assert arguments.parse_fraction("0") == 0 and arguments.parse_fraction("1") == 1

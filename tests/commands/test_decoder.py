@@ -10,7 +10,7 @@ import torch
 from dstrain import notebook, recipe, rng, systems
 from dstrain.commands.evaluating.quality import measure_quality
 from dstrain.commands.generate import GenerateOptions, generate_samples
-from dstrain.commands.job import complete_recipe
+from dstrain.commands.job import complete_and_check_recipe
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.emoji import Emoji
 from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_caption_rows
@@ -26,7 +26,9 @@ TINY = {"hidden_size": 32, "depth": 1, "num_heads": 2}
 
 def written(folder: Path, run: Run) -> Path:
     """A run with random weights that are nowhere zero."""
-    run, problems = complete_recipe(run.model_copy(update={"ema": run.ema.model_copy(update={"decays": (0.9,)})}))
+    run, problems = complete_and_check_recipe(
+        run.model_copy(update={"ema": run.ema.model_copy(update={"decays": (0.9,)})})
+    )
     assert not problems
     system = systems.build(run.system, run.model)
     torch.manual_seed(0)

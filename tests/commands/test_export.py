@@ -30,7 +30,7 @@ from dstrain.commands.export import (
     _read_latent_statistics,
     export_run,
 )
-from dstrain.commands.job import JobOptions, complete_recipe, prepare_job
+from dstrain.commands.job import JobOptions, complete_and_check_recipe, prepare_job
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
 from dstrain.disk.sealed import render_sealed_json
@@ -256,7 +256,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
 @pytest.mark.parametrize("path", sorted((ROOT / "launch" / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
 def test_recipes_that_diffusers_cannot_express(tmp_path, path):
     """Oracle: the recipe's own header: `Export    Not to diffusers` where an export is refused, and nowhere else."""
-    run, _ = complete_recipe(recipe.load_recipe(path))
+    run, _ = complete_and_check_recipe(recipe.load_recipe(path))
     latents = {"first_stage": None}
     if run.model.get("null_text") == "encoder":  # PixArt's and SD3's pipelines need an autoencoder
         latent_channels = PRESETS[run.model["size"]].get("in_channels", 4)

@@ -10,7 +10,7 @@ import torch
 
 from dstrain import recipe, systems
 from dstrain.commands import probe as module
-from dstrain.commands.probe import probe_system
+from dstrain.commands.probe import try_system_on_samples
 from dstrain.data import source as data_source
 from dstrain.data.source import BadSample
 from dstrain.recipe import ConfigError
@@ -79,7 +79,7 @@ def test_every_system_passes(name, index, large, tokenizer):
     config = CASES[name][index] | ({"tokenizer": {"path": tokenizer}} if name == "phenaki" else {})
     system = systems.build(name, config)
     source, state = Source(system.synthetic(5)), torch.get_rng_state()
-    remarks = probe_system(run_of(name), system, source)
+    remarks = try_system_on_samples(run_of(name), system, source)
     assert torch.equal(torch.get_rng_state(), state)
     if not large:
         assert remarks == []
@@ -102,14 +102,14 @@ def test_every_system_passes(name, index, large, tokenizer):
 def test_terms_that_cannot_be_descended(dit, large, change, message):
     """Oracle: one line with the system, the part and what is wrong with it."""
     with pytest.raises(ConfigError, match="dit: loss of denoiser.*" + message):
-        probe_system(run_of("dit"), changed(dit, change), Source(dit.synthetic(5)))
+        try_system_on_samples(run_of("dit"), changed(dit, change), Source(dit.synthetic(5)))
 
 
 def test_watched_terms_may_have_any_width(dit, large):
     """Oracle: base.py: `watched` names what `observe` takes, (B, ...)."""
     dit.watched = ("curve",)
     changed(dit, lambda terms: terms | {"curve": terms["loss_each"].expand(3, 2).T.detach()})
-    assert len(probe_system(run_of("dit"), dit, Source(dit.synthetic(5)))) == large
+    assert len(try_system_on_samples(run_of("dit"), dit, Source(dit.synthetic(5)))) == large
 
 
 def test_an_example_with_a_gradient(dit, large):
@@ -119,7 +119,7 @@ def test_an_example_with_a_gradient(dit, large):
         name: values.clone().requires_grad_() if name == "x_start" else values for name, values in plain(batch).items()
     }
     with pytest.raises(ConfigError, match="dit: encode returns x_start with a gradient"):
-        probe_system(run_of("dit"), dit, Source(dit.synthetic(5)))
+        try_system_on_samples(run_of("dit"), dit, Source(dit.synthetic(5)))
 
 
 def test_ids_beyond_the_codebook(tokenizer):
@@ -128,14 +128,14 @@ def test_ids_beyond_the_codebook(tokenizer):
     batch = system.synthetic(5)
     batch["tokens"] = torch.full_like(batch["tokens"], 80)
     with pytest.raises(ConfigError, match="phenaki: loss of maskgit: an id .*tokens 80 to 80.*codebook_size"):
-        probe_system(run_of("phenaki"), system, Source(batch))
+        try_system_on_samples(run_of("phenaki"), system, Source(batch))
 
 
 def test_labels_beyond_the_classes(dit):
     """Oracle: the labels that were put in."""
     batch = dit.synthetic(5) | {"label": torch.full((5,), 12)}
     with pytest.raises(ConfigError, match="dit: loss of denoiser: an id .*label 12 to 12.*num_classes"):
-        probe_system(run_of("dit"), dit, Source(batch))
+        try_system_on_samples(run_of("dit"), dit, Source(batch))
 
 
 @pytest.mark.parametrize(
@@ -150,14 +150,16 @@ def test_labels_beyond_the_classes(dit):
 def test_a_bug_keeps_its_traceback(dit, bug):
     """Oracle: torch's and Python's own exceptions, since neither data nor an embedding table is at fault."""
     with pytest.raises((LookupError, RuntimeError)) as caught:
-        probe_system(run_of("dit"), changed(dit, bug), Source(dit.synthetic(5)))
+        try_system_on_samples(run_of("dit"), changed(dit, bug), Source(dit.synthetic(5)))
     assert not isinstance(caught.value, ConfigError)
 
 
 def test_a_loss_that_is_not_finite(dit):
     """Oracle: the value put in: it is only a remark, because training has its own limit."""
     changed(dit, lambda terms: terms | {"loss": terms["loss"] * float("nan")})
-    assert probe_system(run_of("dit"), dit, Source(dit.synthetic(5))) == ["dit: loss of denoiser: the first one is nan"]
+    assert try_system_on_samples(run_of("dit"), dit, Source(dit.synthetic(5))) == [
+        "dit: loss of denoiser: the first one is nan"
+    ]
 
 
 def test_one_readable_sample(dit, tmp_path, monkeypatch):
@@ -165,7 +167,7 @@ def test_one_readable_sample(dit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert probe_system(run_of("dit"), dit, Source(dit.synthetic(5), bad=(0, 1, 2, 4))) == []
+        assert try_system_on_samples(run_of("dit"), dit, Source(dit.synthetic(5), bad=(0, 1, 2, 4))) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -179,10 +181,10 @@ def test_a_part_that_joins_late():
     system, parts = systems.build("vae", config), []
     loss, batch = system.loss, system.synthetic(5)
     system.loss = lambda part, *rest: parts.append(part) or loss(part, *rest)
-    assert probe_system(run_of("vae", steps=2000), system, Source(batch)) == []
+    assert try_system_on_samples(run_of("vae", steps=2000), system, Source(batch)) == []
     assert parts == ["autoencoder", "autoencoder", "discriminator"]
     parts.clear()
-    probe_system(run_of("vae", steps=10), system, Source(batch))
+    try_system_on_samples(run_of("vae", steps=10), system, Source(batch))
     assert parts == ["autoencoder"]
 
 
@@ -194,7 +196,7 @@ def test_a_first_stage(tmp_path, large):
         TINY
         | {"image_size": 16, "in_channels": 3, "first_stage": {"path": str(path), "factor": 4, "image_channels": 1}},
     )
-    assert len(probe_system(run_of("dit"), system, Source(system.synthetic(5)))) == large
+    assert len(try_system_on_samples(run_of("dit"), system, Source(system.synthetic(5)))) == large
     assert {weight.device.type for weight in system.first_stage.parameters()} == {"meta" if large else "cpu"}
 
 
@@ -206,13 +208,13 @@ def test_it_imports_nothing_slow():
 import sys
 from pathlib import Path
 from dstrain import recipe, systems
-from dstrain.commands.probe import probe_system
+from dstrain.commands.probe import try_system_on_samples
 from dstrain.data.open import open_sources
 run = recipe.load_recipe(Path("launch/recipes/dit-small.yaml"))
 run = recipe.complete_model_section(run, systems.find_config_class(run.system))
 system, (source, _) = systems.build(run.system, run.model), open_sources(run.data)
 before = "torch._dynamo" in sys.modules
-print(probe_system(run, system, source), before, "torch._dynamo" in sys.modules)
+print(try_system_on_samples(run, system, source), before, "torch._dynamo" in sys.modules)
 """
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(), text=True, capture_output=True, cwd=ROOT, timeout=120
@@ -225,6 +227,6 @@ def test_a_large_model_takes_no_memory():
     config = {"image_size": 32, "in_channels": 4, "patch_size": 2, "hidden_size": 1152, "depth": 28, "num_heads": 16}
     system = systems.build("dit", config)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    (remark,) = probe_system(run_of("dit"), system, Source(system.synthetic(5)))
+    (remark,) = try_system_on_samples(run_of("dit"), system, Source(system.synthetic(5)))
     assert remark == "dit with 674.8 M weights: the shapes of its loss are checked, its values are not"
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000  # kB

@@ -26,7 +26,7 @@ from dstrain.commands.evaluating.sweep import format_report, measure_loss_by_wid
 from dstrain.commands.export import ExportOptions, export_run
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.commands.reconstruct import USUAL, ReconstructOptions, list_usable_snapshots, make_averages
+from dstrain.commands.reconstruct import USUAL, ReconstructOptions, list_usable_snapshots, make_weight_averages
 from dstrain.disk.sealed import render_sealed_json
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import hash_snapshots
@@ -92,7 +92,7 @@ def made(tmp_path_factory):
     """A run with the averages of 0.05 and 0.15 made, and what that of 0.15 is to be."""
     folder, nets = begun(tmp_path_factory.mktemp("made"), "tiny", *AVERAGES)
     truth = snapshots(folder, nets)
-    make_averages(ReconstructOptions(folder, (0.05, 0.15)))
+    make_weight_averages(ReconstructOptions(folder, (0.05, 0.15)))
     return folder, truth
 
 
@@ -132,7 +132,7 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
     nets = {"denoiser": dstrain.load(folder, raw=True).networks["denoiser"]}
     other = dstrain.load(folder, ema=0.9)
     assert torch.equal(*(next(net["denoiser"].parameters()) for net in (nets, other.networks)))
-    make_averages(ReconstructOptions(folder, (0.075,), 5))
+    make_weight_averages(ReconstructOptions(folder, (0.075,), 5))
     capsys.readouterr()
     assert dstrain.load(folder, ema=0.075).step == 5
     assert "--ema 0.075 is of step_00000005; dstrain reconstruct has made none of step_00000007" in (
@@ -171,7 +171,7 @@ def test_two_parts(tmp_path):
     """Oracle: the published system for the autoencoder; the discriminator has no average, and is left out."""
     folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR, *AVERAGES)
     truth = snapshots(folder, {"autoencoder": nets["autoencoder"]})
-    make_averages(ReconstructOptions(folder, (0.15,)))
+    make_weight_averages(ReconstructOptions(folder, (0.15,)))
     state = read_weights(folder / "reconstructed/0.15/step_00000007", "autoencoder", "ema.0.15")
     assert close(state, truth, "autoencoder")
     export_run(ExportOptions(folder, tmp_path / "out", "safetensors", ema=0.15))
@@ -184,7 +184,7 @@ def test_sweep(made, capsys):
     snapshots make are taken; more samples than are held out are told, as many are not.
     """
     folder, _ = made
-    widths = [one.width for one in make_averages(ReconstructOptions(folder))]
+    widths = [one.width for one in make_weight_averages(ReconstructOptions(folder))]
     assert set(WIDTHS) <= set(widths) <= set(USUAL) and 0.01 not in widths
     path, result = measure_loss_by_width(folder, 7, widths[:3], num_samples=16, batch=8)
     assert json.loads(path.read_text()) == result and Image.open(path.with_suffix(".png")).width > 300
@@ -274,11 +274,11 @@ def test_memory(tmp_path):
     program = f"""
 import resource
 from pathlib import Path
-from dstrain.commands.reconstruct import ReconstructOptions, make_averages
+from dstrain.commands.reconstruct import ReconstructOptions, make_weight_averages
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 options = ReconstructOptions(Path({str(run)!r}), (0.06, 0.075))
 before = peak()
-make_averages(options)
+make_weight_averages(options)
 print(peak() - before)
 """
     done = subprocess.run(

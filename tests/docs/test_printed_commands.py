@@ -15,7 +15,7 @@ from PIL import Image
 from transformers import BertConfig, BertModel, T5Config, T5Model
 
 from dstrain import systems
-from dstrain.commands.job import load_checked_recipe
+from dstrain.commands.job import load_and_check_recipe
 from dstrain.data.builtin.emoji import Emoji
 from tests.docs.test_docs import PAGES, SCRIPTS, command_words, find_code, read_page
 from tests.support import clips, first_stage, foreign, towers
@@ -371,7 +371,7 @@ def prepare_latents(place: Path) -> None:
         ("DiT-XL-2-256x256.pt", "dit-xl2-imagenet256", f"{XL} model.first_stage.path=stabilityai/sd-vae-ft-ema"),
         ("vae.pt", "dvae-dalle-pytorch", DVAE),
     ):
-        run = load_checked_recipe(place / f"launch/recipes/{recipe}.yaml", tiny.split())
+        run = load_and_check_recipe(place / f"launch/recipes/{recipe}.yaml", tiny.split())
         (network,) = systems.build(run.system, run.model).networks().values()
         torch.save(network.state_dict(), place / name)
 

@@ -17,7 +17,7 @@ GRID = ("every.sample=20", "samples.num=2000", "samples.num_steps=50")
 STEP = "dstrain.train:take_step"
 # Name: where it begins to be slow (MODULE:NAME:CALL:SECONDS), what the recipe has else, the step that is saved then.
 PHASES = {
-    "recipe": ("dstrain.commands.job:complete_recipe:1:60", (), 0),
+    "recipe": ("dstrain.commands.job:complete_and_check_recipe:1:60", (), 0),
     "data": ("dstrain.metrics.table:collect_statistics:1:60", METRICS, 0),
     "engines": ("dstrain.train:build_engines:1:60", (), 0),
     "a long first step": (f"{STEP}:1:60", (), 0),

@@ -12,7 +12,7 @@ from typing import Any
 
 from dstrain import recipe, systems
 from dstrain.checkpoint.safetensors_io import read_safetensors_header
-from dstrain.commands.job import complete_recipe
+from dstrain.commands.job import complete_and_check_recipe
 from dstrain.diffusion import gaussian, likelihood
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
@@ -112,7 +112,7 @@ def prepared(folder: Path, case: str, stage: int, world: int, *more: str) -> tup
     words += more
     words += [f"model.tokenizer.path={folder / 'tokens'}"] * (name == "tiny-phenaki")
     words += [f"batch.global={2 * world}"] * (case in ("dit summed", "vae"))  # two micro-batches, or two samples
-    run, problems = complete_recipe(recipe.load_recipe(ROOT / "tests" / "launch" / f"{name}.yaml", words))
+    run, problems = complete_and_check_recipe(recipe.load_recipe(ROOT / "tests" / "launch" / f"{name}.yaml", words))
     assert not problems
     zero = {
         "stage": stage,

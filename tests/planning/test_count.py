@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from dstrain import systems
-from dstrain.commands.job import load_checked_recipe
+from dstrain.commands.job import load_and_check_recipe
 from dstrain.recipe import ConfigError
 from tests.support.launch import ROOT, environment
 
@@ -50,7 +50,7 @@ def test_a_published_recipe_is_planned_without_files(path, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     notes = []
     try:
-        run = load_checked_recipe(path, (), notes.append)
+        run = load_and_check_recipe(path, (), notes.append)
         system = systems.build(run.system, run.model)
     except ConfigError as error:
         assert "perceptual.path" in str(error)

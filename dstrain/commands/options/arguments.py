@@ -33,9 +33,9 @@ class Parser(argparse.ArgumentParser):
         """Returns {name: value} of all arguments: the value that was typed, or the default. If --help was typed, prints
         the help and ends the process.
         """
-        return self.read_values(self.parse_args(argv))
+        return self.extract_values(self.parse_args(argv))
 
-    def read_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
+    def extract_values(self, parsed: argparse.Namespace) -> dict[str, Any]:
         """Returns {name: value} of the parsed arguments, without help and local_rank. If --help was typed, prints the
         help and ends the process with exit code 0.
         """
@@ -80,7 +80,7 @@ def parse_fraction_below_1(text: str) -> float:
     return value
 
 
-def parse_part(text: str) -> tuple[int, int]:
+def parse_part_number_and_count(text: str) -> tuple[int, int]:
     """Parses K/N, such as 3/16, into K, the number of a part from 1 on, and N, the number of all parts. Raises
     ArgumentTypeError for any other text, and if K is above N.
     """
@@ -90,7 +90,7 @@ def parse_part(text: str) -> tuple[int, int]:
     return int(place), int(parts)
 
 
-def parse_widths(text: str) -> tuple[float, ...]:
+def parse_ema_widths(text: str) -> tuple[float, ...]:
     """Parses relative widths of averages, such as 0.05,0.10, and drops repeated ones. Raises ArgumentTypeError unless
     all are numbers from 0.001 to 0.288.
     """
@@ -131,7 +131,7 @@ def parse_guiding_run(text: str) -> tuple[Path, float | str | None, int | None]:
     return (Path(folder), weights, parse_nonnegative_integer(step)) if at else (Path(run), weights, None)
 
 
-def parse_step_window(text: str) -> tuple[int, int, int]:
+def parse_profile_steps_and_ranks(text: str) -> tuple[int, int, int]:
     """Parses A:B or A:B:N into (A, B, N); N is 1 if it is left out. It means the steps after A up to B, on every Nth
     rank. Raises ArgumentTypeError for any other text, if A is not below B, or if N is 0.
     """
@@ -147,7 +147,7 @@ def parse_step_window(text: str) -> tuple[int, int, int]:
     return first, last, ranks
 
 
-def parse_size(text: str) -> tuple[int, int]:
+def parse_width_and_height(text: str) -> tuple[int, int]:
     """Parses WIDTHxHEIGHT in pixels, such as 320x192, into (width, height). Raises ArgumentTypeError for any other
     text.
     """
@@ -162,7 +162,7 @@ def parse_labels(text: str) -> tuple[int, ...]:
     return tuple(parse_nonnegative_integer(word.strip()) for word in text.split(","))
 
 
-def make_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
+def make_known_words_parser(*known: str) -> Callable[[str], tuple[str, ...]]:
     """Returns a function that parses a list such as gif,mp4 into a tuple of its words, without repeated ones and
     without spaces around them. That function raises ArgumentTypeError for a word that is not in `known`.
     """

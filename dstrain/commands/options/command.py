@@ -140,10 +140,10 @@ def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     return parse_nonempty_word
 
 
-def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
+def _add_options(parser: Parser, option_specs: list[tuple[Field, Spec]]) -> None:
     """Adds each option of a verb to the parser. In names of options dashes and underscores mean the same."""
     rivals: dict[str, Any] = {}
-    for entry, spec in found:
+    for entry, spec in option_specs:
         kinds: dict[str, Any] = {"default": None if entry.default is MISSING else entry.default}
         if spec.positional:
             parser.add_argument(entry.name, nargs=spec.positional, type=_make_nonempty_parser(spec.kind), **kinds)
@@ -164,18 +164,18 @@ def _add_options(parser: Parser, found: list[tuple[Field, Spec]]) -> None:
         place.add_argument(*names, dest=entry.name, **kinds)
 
 
-def _parse_words(parser: Parser, words: list[str], overrides: bool) -> dict[str, Any]:
+def _parse_words(parser: Parser, words: list[str], accept_overrides: bool) -> dict[str, Any]:
     """Returns {name: value} of all options: the value that was typed, or the default. Raises ConfigError with a line
-    for each unknown option. `overrides`: whether words such as KEY=VALUE may stand between the options.
+    for each unknown option. `accept_overrides`: whether words such as KEY=VALUE may stand between the options.
     """
-    parsed, unknown = (parser.parse_known_intermixed_args if overrides else parser.parse_known_args)(words)
-    values = parser.read_values(parsed)
+    parsed, unknown = (parser.parse_known_intermixed_args if accept_overrides else parser.parse_known_args)(words)
+    values = parser.extract_values(parsed)
     if not unknown:
         return values
     dashed = [word for word in unknown if word.startswith("-")]
     if not dashed:
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}; --help shows what there is")
-    raise ConfigError(*(_explain_unknown_word(word, parser, overrides) for word in dashed))
+    raise ConfigError(*(_explain_unknown_word(word, parser, accept_overrides) for word in dashed))
 
 
 def _explain_unknown_word(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:

@@ -4,7 +4,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_fraction_below_1, parse_part, parse_positive_integer
+from dstrain.commands.options.arguments import (
+    parse_fraction_below_1,
+    parse_part_number_and_count,
+    parse_positive_integer,
+)
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import PRECISIONS, Precision, Weights
 from dstrain.recipe import ConfigError
@@ -126,7 +130,7 @@ class EncodeOptions(Weights):
         None,
         "the Kth of N ranges of shards, for machines without a launcher: each gives the same command with a K of its "
         "own and the same --out (or puts the shards together); the last one writes the index",
-        parse_part,
+        parse_part_number_and_count,
         metavar="K/N",
     )
     max_bad_fraction: float = option(
@@ -155,7 +159,7 @@ class EncodeOptions(Weights):
         named (embedding pairs need none).
         """
         if self.makes_pairs:
-            self._check_options_of_pairs()
+            self._check_pair_options()
             return
         if (self.run is None) == (self.first_stage is None):
             raise ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
@@ -166,7 +170,7 @@ class EncodeOptions(Weights):
                 "--ema, --raw and --checkpoint choose among a run's weights; leave them out with --first-stage"
             )
 
-    def _check_options_of_pairs(self) -> None:
+    def _check_pair_options(self) -> None:
         """Raises ConfigError if an option that embedding pairs need is missing, or if one is given that they do not
         use.
         """

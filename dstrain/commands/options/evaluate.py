@@ -144,7 +144,7 @@ class EvaluateOptions(Weights, Sampling):
             raise ConfigError("name the folder of a run, for example: dstrain evaluate runs/dit-small")
         if self.metrics is None:
             for name in self._list_given_options(_METRICS):
-                raise ConfigError(f"{_spell_option(name)} is for metrics: name some, as --metrics fid")
+                raise ConfigError(f"{_format_option_name(name)} is for metrics: name some, as --metrics fid")
             return
         if self.data is not None:
             raise ConfigError("--data is for bits/dim: with --metrics, name other images as --reference")
@@ -153,7 +153,7 @@ class EvaluateOptions(Weights, Sampling):
         if self.against is not None and (self.reference is not None or self.images is None):
             raise ConfigError("--against B goes with --images A, and is another word for --reference: give one")
         self._refuse_unused_options()
-        self._refuse_options_beside_scenes(self.metrics)
+        self._refuse_options_unfit_for_scenes(self.metrics)
 
     @property
     def run_folder(self) -> Path:
@@ -175,12 +175,12 @@ class EvaluateOptions(Weights, Sampling):
         ):
             for name in self._list_given_options(unused) if self._list_given_options([present]) else ():
                 raise ConfigError(
-                    f"{_spell_option(name)} changes nothing beside {_spell_option(present)}: leave it out"
+                    f"{_format_option_name(name)} changes nothing beside {_format_option_name(present)}: leave it out"
                 )
         if self.precision != "fp32" and (self.images or self.write_reference):
             raise ConfigError(f"--precision {self.precision} is of a run that draws: leave it out")
 
-    def _refuse_options_beside_scenes(self, metrics: tuple[str, ...]) -> None:
+    def _refuse_options_unfit_for_scenes(self, metrics: tuple[str, ...]) -> None:
         """Raises ConfigError for an option or a metric that does not go with --metrics scenes, and for --prime-frames
         without it.
         """
@@ -196,11 +196,11 @@ class EvaluateOptions(Weights, Sampling):
         unused = ("images", "write_reference", "reference", "split", "features", "kept", "labels", "prompts")
         for name in self._list_given_options(unused):
             raise ConfigError(
-                f"{_spell_option(name)} changes nothing beside --metrics scenes, which tells its own stories by a run: "
-                "leave it out"
+                f"{_format_option_name(name)} changes nothing beside --metrics scenes, which tells its own stories by "
+                "a run: leave it out"
             )
 
 
-def _spell_option(name: str) -> str:
+def _format_option_name(name: str) -> str:
     """Returns the option of a field as it is typed, such as "--num-samples"."""
     return f"--{_NAMES.get(name, name.replace('_', '-'))}"

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import (
-    make_words_parser,
+    make_known_words_parser,
     parse_labels,
     parse_nonnegative_integer,
     parse_positive_integer,
-    parse_size,
+    parse_width_and_height,
     read_nonempty_lines,
 )
 from dstrain.commands.options.command import argument, option
@@ -75,7 +75,7 @@ class GenerateOptions(Weights, Sampling):
     size: tuple[int, int] | None = option(
         None,
         "width and height of pictures, such as 320x192, for a run of system dit (the run's samples.size)",
-        parse_size,
+        parse_width_and_height,
         metavar="WxH",
     )
     num_steps: int | None = option(
@@ -136,7 +136,7 @@ class GenerateOptions(Weights, Sampling):
     formats: tuple[str, ...] | None = option(
         None,
         "of the files: gif,mp4 (both)",
-        make_words_parser("gif", "mp4"),
+        make_known_words_parser("gif", "mp4"),
         name="format",
         metavar="NAMES",
         heading=_VIDEOS,

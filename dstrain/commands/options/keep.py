@@ -47,13 +47,13 @@ class KeepOptions(Command):
         """Returns the options of the training command that is kept running. Raises ConfigError if the command does not
         train, or has --dry-run or --print-config.
         """
-        options = parse_options(TrainOptions, find_training_words(self.words))
+        options = parse_options(TrainOptions, find_training_arguments(self.words))
         if options.dry_run or options.print_config:
             raise ConfigError("--dry-run and --print-config end at once: give them without `dstrain keep`")
         return options
 
 
-def find_training_words(command: Sequence[str]) -> list[str]:
+def find_training_arguments(command: Sequence[str]) -> list[str]:
     """Returns the words of a command line that are options of training: those after train.py, `dstrain train`, or the
     module. Raises ConfigError if the command does not train.
     """

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_nonnegative_integer, parse_positive_integer, parse_widths
+from dstrain.commands.options.arguments import parse_ema_widths, parse_nonnegative_integer, parse_positive_integer
 from dstrain.commands.options.command import argument, option
 from dstrain.commands.options.shared import Trusting
 from dstrain.recipe import ConfigError
@@ -36,7 +36,7 @@ class ReconstructOptions(Trusting):
         None,
         "relative widths: the standard deviation of the weights' ages, as a share of the training, such as "
         "0.05,0.10,0.15 (with --sweep: a dozen from 0.01 to 0.25, as far as the snapshots make them)",
-        parse_widths,
+        parse_ema_widths,
         name="ema",
         metavar="WIDTHS",
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_positive_integer, parse_step_window
+from dstrain.commands.options.arguments import parse_positive_integer, parse_profile_steps_and_ranks
 from dstrain.commands.options.command import make_words_field, option
 from dstrain.commands.options.shared import Trusting
 from dstrain.commands.options.shipped import DS_CONFIG, RECIPE
@@ -85,7 +85,7 @@ class TrainOptions(JobOptions):
     profile: tuple[int, int, int] | None = option(
         None,
         "record the steps after A up to B in RUN/profile/, of every N-th rank (each)",
-        parse_step_window,
+        parse_profile_steps_and_ranks,
         metavar="A:B[:N]",
     )
     trust_pickle: bool = option(False, "resume from DeepSpeed's own files, and run what they hold")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dstrain.commands.job import load_checked_recipe
+from dstrain.commands.job import load_and_check_recipe
 from dstrain.distributed import group
 from dstrain.engine.settings import resolve_deepspeed_settings
 from dstrain.recipe import Run
@@ -124,13 +124,13 @@ def root() -> Path:
 
 def small(system: str, overrides: Sequence[str] = ()) -> Run:
     recipe, own = STEPPED[system]
-    return load_checked_recipe(Path(recipe), [*own, *_SMALL, *overrides])
+    return load_and_check_recipe(Path(recipe), [*own, *_SMALL, *overrides])
 
 
 def published(name: str, dry: bool, overrides: Sequence[str] = ()) -> Run:
     recipe, own, scaled_down = PUBLISHED[name]
     nowhere = "data.path=no/data"  # else data that are there, such as cached latents, would change the recipe
-    return load_checked_recipe(Path(recipe), [nowhere, *own, *(scaled_down if dry else ()), *overrides])
+    return load_and_check_recipe(Path(recipe), [nowhere, *own, *(scaled_down if dry else ()), *overrides])
 
 
 def settings(run: Run, stage: int, precision: str, **zero: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import yaml
 from PIL import ExifTags, Image
 
 from dstrain import recipe
-from dstrain.commands.job import complete_recipe
+from dstrain.commands.job import complete_and_check_recipe
 from dstrain.data.decode.clips import Cut, read_clip
 from dstrain.data.decode.pixels import SUFFIXES, decode_whole_image
 from dstrain.data.formats.base import Request
@@ -182,12 +182,12 @@ def test_older_runs_keep_theirs(tmp_path):
 
     assert Run().data.upright and upright(tmp_path / "recipe.yaml") and make_data_request(Data()).upright
     run = recipe.load_recipe(tmp_path / "recipe.yaml")
-    assert complete_recipe(run)[0].data.upright
+    assert complete_and_check_recipe(run)[0].data.upright
     assert yaml.safe_load(recipe.dump_run(run))["data"]["upright"] is True
     (tmp_path / "run").mkdir()
     for text, expected in (("{}", False), ("{upright: true}", True), ("{upright: false}", False)):
         (tmp_path / "run" / "run.yaml").write_text(f"data: {text}\n")
         assert upright(tmp_path / "run" / "run.yaml") is expected
-        assert complete_recipe(run)[0].data.upright is expected
+        assert complete_and_check_recipe(run)[0].data.upright is expected
     own = recipe.load_recipe(tmp_path / "recipe.yaml", ["data.upright=true"])
-    assert complete_recipe(own)[0].data.upright is True
+    assert complete_and_check_recipe(own)[0].data.upright is True

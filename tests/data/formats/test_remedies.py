@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dstrain import systems
 from dstrain.commands.index import format_report, index_and_summarize_data
-from dstrain.commands.job import complete_recipe
+from dstrain.commands.job import complete_and_check_recipe
 from dstrain.data.cached.latents import Latents
 from dstrain.data.open import open_sources
 from dstrain.recipe import ConfigError, Data, load_recipe
@@ -131,7 +131,7 @@ def test_another_number_of_classes(tmp_path, recipe):
     """Oracle: the folders: the entry of the message is taken, also with weights of ten classes, whose table is drawn
     anew as the message says.
     """
-    run, _ = complete_recipe(load_recipe(ROOT / "launch" / "recipes" / f"{recipe}.yaml"))
+    run, _ = complete_and_check_recipe(load_recipe(ROOT / "launch" / "recipes" / f"{recipe}.yaml"))
     system = systems.build(run.system, run.model)
     (part,) = system.parts
     save_file(

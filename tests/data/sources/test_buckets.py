@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from dstrain import systems
-from dstrain.commands.job import complete_recipe
+from dstrain.commands.job import complete_and_check_recipe
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.decode.pixels import crop_center, to_tensor
 from dstrain.data.open import describe_data, open_sources
@@ -197,7 +197,7 @@ def test_sizes_and_crops_of_a_batch(folder):
 def test_where_sizes_are_refused(recipe, entries, words):
     """Oracle: a line that names the entry and the remedy, before anything is read."""
     with pytest.raises(ConfigError, match=words):
-        run, problems = complete_recipe(load_recipe(RECIPES / f"{recipe}.yaml", entries))
+        run, problems = complete_and_check_recipe(load_recipe(RECIPES / f"{recipe}.yaml", entries))
         if problems:
             raise ConfigError(*problems)
         systems.build(run.system, run.model).check_sampling(run.samples)
@@ -207,7 +207,7 @@ def test_the_model_knows_its_buckets(folder):
     """Oracle: the entries of `data`; a rule is written out as shapes, which `load_recipe` reads back; built-in images
     have one size."""
     rule = "data.buckets={pixels: 1024, step: 8}"
-    run, problems = complete_recipe(
+    run, problems = complete_and_check_recipe(
         load_recipe(
             RECIPES / "dit-small.yaml",
             [f"data.path={folder}", "data.size_conditions=true", rule, "data.channels=3", "model.num_classes=2"],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from dstrain.commands.job import complete_recipe
+from dstrain.commands.job import complete_and_check_recipe
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.open import describe_data, open_sources
 from dstrain.data.views import Spread
@@ -189,7 +189,7 @@ def test_images_are_a_bucket_of_their_own(folder, tmp_path):
 def test_where_durations_are_refused(recipe, entries, words):
     """Oracle: a line that names the entry and the remedy, before anything is read."""
     with pytest.raises(ConfigError, match=words):
-        _run, problems = complete_recipe(load_recipe(ROOT / "launch" / "recipes" / f"{recipe}.yaml", entries))
+        _run, problems = complete_and_check_recipe(load_recipe(ROOT / "launch" / "recipes" / f"{recipe}.yaml", entries))
         raise ConfigError(*problems)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from dstrain import recipe
 from dstrain.checkpoint.manifest import read_manifest
-from dstrain.commands.reconstruct import ReconstructOptions, make_averages
+from dstrain.commands.reconstruct import ReconstructOptions, make_weight_averages
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import Checkpoints
 from dstrain.engine.ema.shadow import EmaShadow
@@ -112,7 +112,7 @@ def train(folder: Path) -> None:
         if group.rank() == 0:
             torch.save(truth, folder / name / "truth.pt")
         group.barrier()
-    make_averages(ReconstructOptions(folder / "fp32-3", (0.075, 0.15)))
+    make_weight_averages(ReconstructOptions(folder / "fp32-3", (0.075, 0.15)))
 
 
 def go_on(folder: Path) -> None:

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from dstrain.checkpoint.fragments import Shards
 from dstrain.checkpoint.manifest import read_manifest
-from dstrain.commands.reconstruct import ReconstructOptions, list_usable_snapshots, make_averages
+from dstrain.commands.reconstruct import ReconstructOptions, list_usable_snapshots, make_weight_averages
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import SnapshotCombiner
 from dstrain.recipe import ConfigError
@@ -41,7 +41,7 @@ def test_any_width(trained, case):
     """
     run, truth = trained / case, torch.load(trained / case / "truth.pt")
     assert truth["times"] == {"a": LAST, "b": LAST // 2}
-    made = make_averages(ReconstructOptions(run, DIRECT))
+    made = make_weight_averages(ReconstructOptions(run, DIRECT))
     paths = sorted((run / "averages").glob("step_*"))
     for one in made:
         assert one.path == run / "reconstructed" / repr(one.width) / f"step_{LAST:08d}" and one.misfit < 0.01
@@ -110,7 +110,7 @@ def test_earlier_and_again(trained, monkeypatch):
     other snapshots.
     """
     run = trained / "fp32-1"
-    path = make_averages(ReconstructOptions(run, (0.1,), SAVED))[0].path
+    path = make_weight_averages(ReconstructOptions(run, (0.1,), SAVED))[0].path
     snapshot = run / "averages" / path.name
     for part in PARTS:
         values, own = (flat(read_weights(folder, part, "ema.0.1")) for folder in (path, snapshot))
@@ -119,9 +119,9 @@ def test_earlier_and_again(trained, monkeypatch):
         "system/values"
     }
     before = path.stat().st_ino
-    assert make_averages(ReconstructOptions(run, (0.1,), SAVED))[0].path.stat().st_ino == before
+    assert make_weight_averages(ReconstructOptions(run, (0.1,), SAVED))[0].path.stat().st_ino == before
     (run / "averages" / f"step_{EVERY:08d}").rename(run / "elsewhere")
-    make_averages(ReconstructOptions(run, (0.1,), SAVED))
+    make_weight_averages(ReconstructOptions(run, (0.1,), SAVED))
     assert read_manifest(path)["extra"]["snapshots"] == list(range(2 * EVERY, SAVED + 1, EVERY))
     (run / "elsewhere").rename(run / "averages" / f"step_{EVERY:08d}")
 
@@ -133,18 +133,18 @@ def test_refusals(trained, tmp_path, capsys):
     run = trained / "fp32-0"
     for step, text in ((EVERY - 1, "lies before the first snapshot"), (EVERY + 1, "is of no snapshot")):
         with pytest.raises(ConfigError, match=rf"--step {step} {text} of .*; there are 2, 4, 6, ..., 76, 78, 80"):
-            make_averages(ReconstructOptions(run, (0.1,), step))
+            make_weight_averages(ReconstructOptions(run, (0.1,), step))
     with pytest.raises(
         ConfigError,
         match=r"--ema 0.25: the 2 snapshots up to step 4 make no average .* of a: .*\d%. "
         r"They make those from 0.0\d+ to 0.1\d* *",
     ):
-        make_averages(ReconstructOptions(run, (0.1, 0.25), 4))
+        make_weight_averages(ReconstructOptions(run, (0.1, 0.25), 4))
     assert not (run / "reconstructed" / "0.25").exists()
     with pytest.raises(ConfigError, match="holds no snapshots of averages: the first is written at step 2"):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "run.yaml").write_text((run / "run.yaml").read_text())
-        make_averages(ReconstructOptions(tmp_path / "run", (0.1,)))
+        make_weight_averages(ReconstructOptions(tmp_path / "run", (0.1,)))
     broken = run / "averages" / f"step_{EVERY:08d}" / "common.safetensors"
     content = broken.read_bytes()
     broken.write_bytes(content[:-1])
@@ -171,7 +171,7 @@ def test_profiles_that_begin_later(tmp_path):
     late.saves.averages.write_snapshot_if_due(6, last=True)
     assert not (tmp_path / "averages").exists(), "of no time"
     late.steps(6, 66, save=66)
-    [made] = make_averages(ReconstructOptions(tmp_path, (0.075,)))
+    [made] = make_weight_averages(ReconstructOptions(tmp_path, (0.075,)))
     direct, weights = late.direct["a", 0.075], late.weights("a")
     values = flat(read_weights(made.path, "a", "ema.0.075"))
     assert (values - direct).norm() < 1e-3 * (direct - weights).norm()
@@ -213,7 +213,7 @@ def test_half_precision(tmp_path):
     sizes = [sum(file.stat().st_size for file in (folder / "averages").glob("*/a-*")) for folder in runs.values()]
     assert sizes[1] < 0.75 * sizes[0]
     whole, half = (
-        flat(read_weights(make_averages(ReconstructOptions(folder, (0.075,)))[0].path, "a", "ema.0.075"))
+        flat(read_weights(make_weight_averages(ReconstructOptions(folder, (0.075,)))[0].path, "a", "ema.0.075"))
         for folder in runs.values()
     )
     assert 0 < (half - whole).norm() < 2**-8 * whole.norm()
