@@ -5,8 +5,8 @@
         '''Draws samples from a trained run.'''                                 # the head of --help
 
         usage: ClassVar[str] = "dstrain draw RUN [options]"
-        folder: Path = argument("RUN", "a run's folder", Path, missing="name the folder of a run")
-        num: int = option(16, "samples", positive, name="num-samples", metavar="N")
+        folder: Path = make_argument_field("RUN", "a run's folder", Path, missing="name the folder of a run")
+        num: int = make_option_field(16, "samples", positive, name="num-samples", metavar="N")
 
     options = parse_options(DrawOptions, argv)
 
@@ -49,34 +49,34 @@ class Spec:
     positional: str = ""  # "?", "*", or "--" for a command behind it
 
 
-def option(default: Any, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
+def make_option_field(default: Any, help_text: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
     """Returns a dataclass field for the option --NAME.
 
     default: the value if the option is left out. A bool makes a flag, which takes no value: False for a flag that sets
         True, True for a flag named no-SOMETHING that sets False
-    text: the help
-    kind: converts the typed word to the value
+    help_text: the help
+    parse: converts the typed word to the value
     more: other fields of Spec
     """
-    return field(default=default, metadata={_SPEC: Spec(text, kind, **more)})
+    return field(default=default, metadata={_SPEC: Spec(help_text, parse, **more)})
 
 
-def argument(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
-    """Returns a dataclass field for a word without dashes. `metavar` is its name in the help, `text` the help, `kind`
-    converts the word, and `more` are other fields of Spec. If the word is left out, the field is None; but if `missing`
-    has a message, `parse_options` raises ConfigError with it.
+def make_argument_field(metavar: str, help_text: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
+    """Returns a dataclass field for a word without dashes. `metavar` is its name in the help, `help_text` the help,
+    `parse` converts the word, and `more` are other fields of Spec. If the word is left out, the field is None; but if
+    `missing` has a message, `parse_options` raises ConfigError with it.
     """
-    return field(default=None, metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="?", **more)})
+    return field(default=None, metadata={_SPEC: Spec(help_text, parse, metavar=metavar, positional="?", **more)})
 
 
-def make_words_field(metavar: str, text: str, kind: Callable[[str], Any] = str, **more: Any) -> Any:
+def make_words_field(metavar: str, help_text: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
     """Returns a dataclass field for all remaining words without dashes. Its value is a tuple."""
-    return field(default=(), metadata={_SPEC: Spec(text, kind, metavar=metavar, positional="*", **more)})
+    return field(default=(), metadata={_SPEC: Spec(help_text, parse, metavar=metavar, positional="*", **more)})
 
 
-def make_trailing_field(metavar: str, text: str) -> Any:
+def make_trailing_field(metavar: str, help_text: str) -> Any:
     """Returns a dataclass field for the words after -- on the command line. Its value is a tuple."""
-    return field(default=(), metadata={_SPEC: Spec(text, metavar=metavar, positional=_BEHIND)})
+    return field(default=(), metadata={_SPEC: Spec(help_text, metavar=metavar, positional=_BEHIND)})
 
 
 @dataclass(frozen=True)
@@ -124,9 +124,9 @@ def parse_options(command: type[C], argv: Sequence[str]) -> C:
     return options
 
 
-def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Returns a function that passes a word to `kind` and returns the result, but raises ArgumentTypeError for an empty
-    word.
+def _make_nonempty_parser(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Returns a function that passes a word to `parse` and returns the result, but raises ArgumentTypeError for an
+    empty word.
     """
 
     def parse_nonempty_word(text: str) -> Any:
@@ -135,7 +135,7 @@ def _make_nonempty_parser(kind: Callable[[str], Any]) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(
                 "gives nothing, as where a variable of the shell is not set: write a value, or leave it out"
             )
-        return kind(text)
+        return parse(text)
 
     return parse_nonempty_word
 
@@ -212,13 +212,13 @@ def format_help(command: type[Command]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _format_option_rows(name: str, text: str, default: str) -> list[str]:
+def _format_option_rows(name: str, help_text: str, default: str) -> list[str]:
     """Returns the lines of --help for one option: its name, and its text with the default in brackets, wrapped."""
     if default:
-        text = f"{text} ({default})"
+        help_text = f"{help_text} ({default})"
     first = f"  {name}".ljust(_LEFT - 2)
     return textwrap.wrap(
-        text, _WIDTH, initial_indent=f"{first}  ", subsequent_indent=" " * _LEFT, break_on_hyphens=False
+        help_text, _WIDTH, initial_indent=f"{first}  ", subsequent_indent=" " * _LEFT, break_on_hyphens=False
     )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_file_size
-from dstrain.commands.options.command import Command, argument, option
+from dstrain.commands.options.command import Command, make_argument_field, make_option_field
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -40,14 +40,14 @@ class Order(Command):
         dstrain train init_from=weights
     """
 
-    source: Path = argument(
+    source: Path = make_argument_field(
         "RUN|CHECKPOINT",
         "a run's folder, one of its checkpoints/step_N, or a folder that DeepSpeed has saved into (ZeRO 1, 2, 3), of "
         "any program",
         Path,
         missing="name a run's or a checkpoint's folder; --help shows how",
     )
-    out: Path = option(
+    out: Path = make_option_field(
         None,
         "a new folder: model.safetensors, or model-0000i-of-0000N.safetensors and their index; recipe.yaml and "
         "consolidated.json, which says what these weights are",
@@ -55,30 +55,30 @@ class Order(Command):
         metavar="DIR",
         missing="name the folder to write: --out DIR; --help shows how",
     )
-    weights: str | None = option(
+    weights: str | None = make_option_field(
         None,
         "ema, ema:DECAY, ema:WIDTH or raw (the run's first average; raw where there is none)",
         parse_weights_kind,
         metavar="KIND",
     )
-    part: str | None = option(
+    part: str | None = make_option_field(
         None,
         "one network of the run (all: every one, in a folder each if they are several)",
         parse_part_name,
         metavar="NAME",
     )
-    step: int | None = option(None, "which checkpoint of a run (its newest)", int, metavar="N")
-    tag: str | None = option(None, "which of DeepSpeed's (as its file `latest` says)", metavar="NAME")
-    dtype: str = option(
+    step: int | None = make_option_field(None, "which checkpoint of a run (its newest)", int, metavar="N")
+    tag: str | None = make_option_field(None, "which of DeepSpeed's (as its file `latest` says)", metavar="NAME")
+    dtype: str = make_option_field(
         "float32",
         "float32, bfloat16 or float16; buffers keep their own",
         metavar="NAME",
         choices=("float32", "bfloat16", "float16"),
     )
-    shard_size: int = option(
+    shard_size: int = make_option_field(
         5_000_000_000, "of a file at most, such as 500MB or 2GiB", parse_file_size, metavar="SIZE", shown="5GB"
     )
-    trust_pickle: bool = option(
+    trust_pickle: bool = make_option_field(
         False,
         "read DeepSpeed's files although their pickles ask for classes beyond tensors and containers; without it "
         "these are named and nothing is written. Their code is not run in either case",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_fraction_below_1, parse_positive_integer
-from dstrain.commands.options.command import Command, argument, option
+from dstrain.commands.options.command import Command, make_argument_field, make_option_field
 from dstrain.recipe import ConfigError
 
 KINDS = ("cifar10", "cifar100", "mnist", "lsun", "npz", "imagenet-kit", "latents")
@@ -31,44 +31,48 @@ class ConvertOptions(Command):
         dstrain convert latents features --first-stage stabilityai/sd-vae-ft-mse --out latents/imagenet256
     """
 
-    kind: str = argument("KIND", "what the data are: cifar10, cifar100, mnist, lsun, npz, imagenet-kit or latents")
-    path: Path = argument("PATH", "the data", Path)
-    out: Path = option(
+    kind: str = make_argument_field(
+        "KIND", "what the data are: cifar10, cifar100, mnist, lsun, npz, imagenet-kit or latents"
+    )
+    path: Path = make_argument_field("PATH", "the data", Path)
+    out: Path = make_option_field(
         None,
         "where to write: shards, of which test files are held out (train/ and held_out/)",
         Path,
         metavar="OUT",
     )
-    class_list: str | None = option(
+    class_list: str | None = make_option_field(
         None, "a class a line: the names of labels that are numbers, or the order of LSUN's", metavar="FILE"
     )
-    first_stage: str | None = option(
+    first_stage: str | None = make_option_field(
         None,
         "what encoded them: a diffusers AutoencoderKL, or name:NAME where it cannot be read here",
         metavar="PATH",
         heading=_LATENTS,
     )
-    image_size: int | None = option(
+    image_size: int | None = make_option_field(
         None, "pixels, where the first stage cannot be read", parse_positive_integer, metavar="N", heading=_LATENTS
     )
-    latent_scale: float | None = option(
+    latent_scale: float | None = make_option_field(
         None,
         "by which they have been multiplied (fast-DiT: 0.18215, others 1); they are divided by it",
         float,
         metavar="X",
         heading=_LATENTS,
     )
-    normalize: bool = option(
+    normalize: bool = make_option_field(
         False,
         "by channel, with LightningDiT's latents_stats.pt; then no first stage can decode them",
         heading=_LATENTS,
     )
-    flip: bool = option(True, "without the mirrored ones", name="no-flip", heading=_LATENTS)
-    dtype: str = option(
+    flip: bool = make_option_field(True, "without the mirrored ones", name="no-flip", heading=_LATENTS)
+    dtype: str = make_option_field(
         "float16", "float16 or float32", metavar="NAME", choices=("float16", "float32"), heading=_LATENTS
     )
-    shard_size: int = option(4096, "samples of a file", parse_positive_integer, metavar="N", heading=_LATENTS)
-    max_bad_fraction: float = option(
+    shard_size: int = make_option_field(
+        4096, "samples of a file", parse_positive_integer, metavar="N", heading=_LATENTS
+    )
+    max_bad_fraction: float = make_option_field(
         0.01, "unreadable files that are replaced before it ends", parse_fraction_below_1, metavar="F", heading=_LATENTS
     )
 

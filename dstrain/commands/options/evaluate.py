@@ -12,7 +12,7 @@ from dstrain.commands.options.arguments import (
     read_nonempty_lines,
     split_at_commas,
 )
-from dstrain.commands.options.command import argument, option
+from dstrain.commands.options.command import make_argument_field, make_option_field
 from dstrain.commands.options.shared import PRECISIONS, Precision, Sampling, Weights
 from dstrain.recipe import ConfigError
 
@@ -43,26 +43,26 @@ class EvaluateOptions(Weights, Sampling):
             --features inception:pt_inception.pth --reference VIRTUAL_imagenet256_labeled.npz --guidance-scale 1.5
     """
 
-    folder: Path | None = argument("RUN", "a run's folder, for example runs/dit-small", Path)
-    split: str | None = option(
+    folder: Path | None = make_argument_field("RUN", "a run's folder, for example runs/dit-small", Path)
+    split: str | None = make_option_field(
         None,
         "held_out, train, or test, which embedding pairs have (held_out; of metrics' reference: train)",
         metavar="NAME",
         choices=("held_out", "train", "test"),
     )
-    data: str | None = option(
+    data: str | None = make_option_field(
         None,
         "all images (videos) of another folder instead, with class folders named as in training",
         metavar="PATH",
     )
-    num: int | None = option(
+    num: int | None = make_option_field(
         None,
         "as many samples, evenly spaced over the split (all); with --metrics: to draw (50000)",
         parse_positive_integer,
         name="num-samples",
         metavar="N",
     )
-    num_steps: int | None = option(
+    num_steps: int | None = make_option_field(
         None,
         "evenly spaced timesteps, a shortened chain with a looser bound (the whole chain); with --metrics: network "
         "evaluations for each picture (the run's samples.num_steps)",
@@ -70,17 +70,17 @@ class EvaluateOptions(Weights, Sampling):
         name="steps",
         metavar="N",
     )
-    batch: int = option(
+    batch: int = make_option_field(
         32, "images of one rank at a time; changes figures by rounding alone", parse_positive_integer, metavar="N"
     )
-    precision: Precision = option(
+    precision: Precision = make_option_field(
         "fp32",
         "fp32, tf32 or bf16: faster on a GPU, slightly other figures; features are always fp32",
         metavar="NAME",
         choices=PRECISIONS,
     )
-    out: Path | None = option(None, "where to write (RUN/evaluation)", Path, metavar="DIR")
-    metrics: tuple[str, ...] | None = option(
+    out: Path | None = make_option_field(None, "where to write (RUN/evaluation)", Path, metavar="DIR")
+    metrics: tuple[str, ...] | None = make_option_field(
         None,
         "fid, sfid, kid, is, pr, dc, fd_dinov2, fd_clip, clip_score, fvd; fd, accuracy of built-in data; retrieval, "
         "of pictures with captions (--features clip:FOLDER; of built-in emoji none); or scenes: random stories of "
@@ -89,7 +89,7 @@ class EvaluateOptions(Weights, Sampling):
         metavar="NAMES",
         heading=_PICTURES,
     )
-    features: tuple[str, ...] = option(
+    features: tuple[str, ...] = make_option_field(
         (),
         "inception, pytorch-fid, clean-fid, torchscript, i3d (a file), dinov2, clip, videomae (a folder); may be given "
         "again",
@@ -97,7 +97,7 @@ class EvaluateOptions(Weights, Sampling):
         again=True,
         heading=_PICTURES,
     )
-    reference: Path | None = option(
+    reference: Path | None = make_option_field(
         None,
         "statistics (.npz of ADM, EDM, clean-fid or --write-reference; .pkl of EDM2) or images: a folder, .zip or "
         ".npz (the run's own data)",
@@ -105,36 +105,36 @@ class EvaluateOptions(Weights, Sampling):
         metavar="PATH",
         heading=_PICTURES,
     )
-    images: Path | None = option(
+    images: Path | None = make_option_field(
         None, "images that are measured instead of a run's", Path, metavar="A", heading=_PICTURES
     )
-    against: Path | None = option(
+    against: Path | None = make_option_field(
         None, "with --images: what they are compared with, images or statistics", Path, metavar="B", heading=_PICTURES
     )
-    write_reference: Path | None = option(
+    write_reference: Path | None = make_option_field(
         None,
         "only writes the statistics of RUN's data, or of --images A",
         Path,
         metavar="OUT.npz",
         heading=_PICTURES,
     )
-    kept: int | None = option(
+    kept: int | None = make_option_field(
         None,
         "features of each set that kid, pr and dc compare (10000)",
         parse_positive_integer,
         metavar="N",
         heading=_PICTURES,
     )
-    labels: tuple[int, ...] | None = option(
+    labels: tuple[int, ...] | None = make_option_field(
         None, "classes, repeated, such as 3,5,5", parse_labels, metavar="N,N,...", heading=_DRAWN
     )
-    prompts: tuple[str, ...] | None = option(
+    prompts: tuple[str, ...] | None = make_option_field(
         None, "texts, one a line, repeated", read_nonempty_lines, metavar="FILE", heading=_DRAWN
     )
-    seed: int | None = option(
+    seed: int | None = make_option_field(
         None, "picture i is a function of S + i (0)", parse_nonnegative_integer, metavar="S", heading=_DRAWN
     )
-    prime_frames: int | None = option(
+    prime_frames: int | None = make_option_field(
         None, "that a scene takes over from the one before (1)", parse_positive_integer, metavar="K", heading=_DRAWN
     )
 

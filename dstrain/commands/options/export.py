@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_positive_integer
-from dstrain.commands.options.command import argument, option
+from dstrain.commands.options.command import make_argument_field, make_option_field
 from dstrain.commands.options.shared import Weights
 
 ADAPTER_FORMATS = ("peft", "diffusers-lora")
@@ -29,30 +29,30 @@ class ExportOptions(Weights):
         dstrain export runs/dit-small --out weights --format safetensors --ema 0.97
     """
 
-    run: Path = argument(
+    run: Path = make_argument_field(
         "RUN",
         "a run's folder, for example runs/vae-small",
         Path,
         missing="name the folder of a run; --help shows how",
     )
-    out: Path = option(
+    out: Path = make_option_field(
         None, "a new folder", Path, metavar="DIR", missing="name the folder to write: --out DIR; --help shows how"
     )
-    format: str = option(
+    format: str = make_option_field(
         "diffusers",
         "diffusers, safetensors; or the adapters of model.lora alone, which these two merge into the weights: peft, by "
         "our names, or diffusers-lora, by those of diffusers' SD3 or PixArt transformer",
         metavar="NAME",
         choices=("diffusers", "safetensors", *ADAPTER_FORMATS),
     )
-    statistics: Path | None = option(
+    statistics: Path | None = make_option_field(
         None,
         "an autoencoder's scaling_factor from what `dstrain encode` has written there; without, it is measured over "
         "the run's data",
         Path,
         metavar="DIR",
     )
-    num: int = option(
+    num: int = make_option_field(
         1000,
         "samples to measure over, in the order of training",
         parse_positive_integer,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.command import argument, make_words_field, option
+from dstrain.commands.options.command import make_argument_field, make_option_field, make_words_field
 from dstrain.commands.options.shared import Trusting
 
 
@@ -25,20 +25,20 @@ class ImportOptions(Trusting):
         dstrain encode runs/dvae --data /data/images --out tokens
     """
 
-    weights: str = argument(
+    weights: str = make_argument_field(
         "WEIGHTS",
         "an official DiT or IDDPM file, a DALLE-pytorch VAE, a folder of diffusers (DiT, UNet2DModel, AutoencoderKL, "
         "PriorTransformer), what `dstrain consolidate` or `dstrain export` has written",
         missing="name the file or folder of weights; --help shows how",
     )
     overrides: tuple[str, ...] = make_words_field("key=value", "entries of the recipe")
-    recipe: Path = option(
+    recipe: Path = make_option_field(
         None,
         "what they are weights of: YAML, or the name of a recipe that is shipped; its data need not be here",
         Path,
         metavar="RECIPE",
         missing="name the recipe: --recipe RECIPE; --help shows how",
     )
-    out: Path = option(
+    out: Path = make_option_field(
         None, "a new folder", Path, metavar="RUN", missing="name the folder to write: --out RUN; --help shows how"
     )

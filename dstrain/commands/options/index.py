@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dstrain.commands.options.command import Command, argument, make_words_field, option
+from dstrain.commands.options.command import Command, make_argument_field, make_option_field, make_words_field
 from dstrain.recipe import ConfigError, Data, load_recipe
 
 
@@ -22,7 +22,7 @@ class IndexOptions(Command):
         dstrain index /data/clips data.num_frames=17 --check --json
     """
 
-    path: str = argument(
+    path: str = make_argument_field(
         "DATA",
         "what a recipe has as data.path",
         missing="name the data: dstrain index DATA; --help shows how",
@@ -32,15 +32,17 @@ class IndexOptions(Command):
         "as in a recipe: data.num_frames=17 for clips, data.captions=FILE; with data.buckets=[5,9,17], the frames of "
         "clips are counted",
     )
-    index: str | None = option(
+    index: str | None = make_option_field(
         None,
         "where the index is kept (then write data.index=FOLDER in recipes, too); without it, it is kept in the "
         "user's cache, where every command finds it",
         metavar="FOLDER",
     )
-    captions: bool = option(False, "lists the captions of images, too")
-    check_all: bool = option(False, "reads every sample whole, and not the headers of images alone", name="check")
-    json: bool = option(False, "prints JSON")
+    captions: bool = make_option_field(False, "lists the captions of images, too")
+    check_all: bool = make_option_field(
+        False, "reads every sample whole, and not the headers of images alone", name="check"
+    )
+    json: bool = make_option_field(False, "prints JSON")
 
     def check_options(self) -> None:
         """Raises ConfigError if no data are named, or if an override is not of the section data, or is data.path."""

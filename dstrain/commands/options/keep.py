@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_nonnegative_integer, parse_nonnegative_number
-from dstrain.commands.options.command import Command, make_trailing_field, option, parse_options
+from dstrain.commands.options.command import Command, make_option_field, make_trailing_field, parse_options
 from dstrain.commands.options.train import TrainOptions
 from dstrain.recipe import ConfigError
 
@@ -26,21 +26,21 @@ class KeepOptions(Command):
     usage: ClassVar[str] = "dstrain keep [options] -- deepspeed [...] --module dstrain train [...]"
 
     words: tuple[str, ...] = make_trailing_field("-- COMMAND", "the training command, with its launcher")
-    max_restarts: int = option(20, "restarts at most", parse_nonnegative_integer, metavar="N")
-    backoff: float = option(
+    max_restarts: int = make_option_field(20, "restarts at most", parse_nonnegative_integer, metavar="N")
+    backoff: float = make_option_field(
         5.0,
         "seconds before a restart; doubled with each start that saved no step",
         parse_nonnegative_number,
         metavar="S",
         shown="5",
     )
-    min_hosts: int = option(
+    min_hosts: int = make_option_field(
         0,
         "start with the hosts of --hostfile that answer ssh, at least N; 0: with all",
         parse_nonnegative_integer,
         metavar="N",
     )
-    restart_on_stop: bool = option(False, "also after exit code 75: stopped and saved")
+    restart_on_stop: bool = make_option_field(False, "also after exit code 75: stopped and saved")
 
     @property
     def training_options(self) -> TrainOptions:

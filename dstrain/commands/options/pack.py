@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_binary_size, parse_fraction_below_1
-from dstrain.commands.options.command import Command, argument, make_words_field, option
+from dstrain.commands.options.command import Command, make_argument_field, make_option_field, make_words_field
 from dstrain.recipe import ConfigError, Data, load_recipe
 
 
@@ -24,7 +24,7 @@ class PackOptions(Command):
         deepspeed --module dstrain pack /data/cc3m --captions --format tar --shard-bytes 1G --out /fast/cc3m
     """
 
-    path: str = argument(
+    path: str = make_argument_field(
         "DATA",
         "a folder or a file of data, as data.path",
         missing="name the data; --help shows how",
@@ -33,25 +33,25 @@ class PackOptions(Command):
         "data.KEY=VALUE",
         "how DATA is read, as in a recipe: data.labels=prefix, data.captions=FILE, data.index=FOLDER",
     )
-    out: Path = option(
+    out: Path = make_option_field(
         None,
         "where to write; the same command again makes what is missing or damaged",
         Path,
         metavar="SHARDS",
         missing="name the folder to write: --out SHARDS; --help shows how",
     )
-    format: str = option(
+    format: str = make_option_field(
         "shards",
         "shards, read by dstrain with one read a sample, or webdataset tars: tar",
         metavar="NAME",
         choices=("shards", "tar"),
     )
-    shard_bytes: int = option(
+    shard_bytes: int = make_option_field(
         1 << 28, "bytes of a shard, about; 256M and 1G are understood", parse_binary_size, metavar="N", shown="256M"
     )
-    captions: bool = option(False, "captions of images, too; those of videos are always kept")
-    images: bool = option(False, "of a folder with videos among images, the images alone")
-    max_bad_fraction: float = option(
+    captions: bool = make_option_field(False, "captions of images, too; those of videos are always kept")
+    images: bool = make_option_field(False, "of a folder with videos among images, the images alone")
+    max_bad_fraction: float = make_option_field(
         0.01, "files that may be unreadable; they keep their place, empty", parse_fraction_below_1, metavar="F"
     )
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.command import make_words_field, option
+from dstrain.commands.options.command import make_option_field, make_words_field
 from dstrain.commands.options.shared import Trusting
 
 
@@ -25,7 +25,7 @@ class ReportOptions(Trusting):
         Path,
         missing="name the folder of a run, for example: dstrain report runs/dit-small",
     )
-    out: Path | None = option(
+    out: Path | None = make_option_field(
         None,
         "where to write (RUN/report.html; for several runs report.html here); a folder that is not there is made",
         Path,

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_positive_integer, parse_profile_steps_and_ranks
-from dstrain.commands.options.command import make_words_field, option
+from dstrain.commands.options.command import make_option_field, make_words_field
 from dstrain.commands.options.shared import Trusting
 from dstrain.commands.options.shipped import DS_CONFIG, RECIPE
 from dstrain.recipe import ConfigError
@@ -18,13 +18,13 @@ _FILES = ((".json", "--ds_config"), (".yaml", "--recipe"), (".yml", "--recipe"))
 class RecipeOptions(Trusting):
     """Holds the recipe, the DeepSpeed JSON and the overrides of a command."""
 
-    recipe: Path = option(
+    recipe: Path = make_option_field(
         Path(RECIPE),
         "what is learned, and how: YAML, or the name of a recipe that is shipped",
         Path,
         metavar="FILE",
     )
-    ds_config: Path = option(
+    ds_config: Path = make_option_field(
         Path(DS_CONFIG),
         "how it is sharded: DeepSpeed JSON, or the name of one that is shipped; also spelled --deepspeed_config",
         Path,
@@ -46,9 +46,9 @@ class RecipeOptions(Trusting):
 class JobOptions(RecipeOptions, Resume):
     """Holds the options of a training job."""
 
-    dry_run: bool = option(False, "check everything, start nothing")
-    print_config: bool = option(False, "print the whole recipe and the DeepSpeed settings, start nothing")
-    deepspeed: bool = option(False, "accepted from launchers, as --local_rank N is")
+    dry_run: bool = make_option_field(False, "check everything, start nothing")
+    print_config: bool = make_option_field(False, "print the whole recipe and the DeepSpeed settings, start nothing")
+    deepspeed: bool = make_option_field(False, "accepted from launchers, as --local_rank N is")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +73,19 @@ class TrainOptions(JobOptions):
         dstrain train --print-config model.depth=8
     """
 
-    from_scratch: bool = option(False, "begin anew; what the folder holds is moved aside, into earlier_N/")
-    allow_change: bool = option(False, "resume although the recipe changes what the run is")
-    step: int | None = option(
+    from_scratch: bool = make_option_field(False, "begin anew; what the folder holds is moved aside, into earlier_N/")
+    allow_change: bool = make_option_field(False, "resume although the recipe changes what the run is")
+    step: int | None = make_option_field(
         None,
         "go on from checkpoint N; newer ones are moved aside, into earlier_N/. For one command: typed again it does "
         "so again",
         parse_positive_integer,
         metavar="N",
     )
-    profile: tuple[int, int, int] | None = option(
+    profile: tuple[int, int, int] | None = make_option_field(
         None,
         "record the steps after A up to B in RUN/profile/, of every N-th rank (each)",
         parse_profile_steps_and_ranks,
         metavar="A:B[:N]",
     )
-    trust_pickle: bool = option(False, "resume from DeepSpeed's own files, and run what they hold")
+    trust_pickle: bool = make_option_field(False, "resume from DeepSpeed's own files, and run what they hold")
