@@ -149,6 +149,6 @@ def load(
         checkpoint = trained.find_checkpoint(folder, step, ema)
         kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
         networks = trained.load_networks(system, checkpoint, kinds, dtype, device)
-        owner.release_holds()
+        owner.release_all_holds()
         step = int(checkpoint.name.removeprefix("step_"))
     return TrainedRun(folder, run, system, networks, kinds, step, device)

@@ -121,7 +121,7 @@ class _TensorReader(TensorLocator):
         counts = [span.nbytes // SIZES[self.dtype] for span in spans]
         values = torch.empty(sum(counts), dtype=torch.float32 if self.dtype == "F32" else torch.int16)
         for span, piece in zip(spans, values.split(counts)):
-            self._files.read(span, memoryview(piece.numpy()).cast("B"))
+            self._files.read_span(span, memoryview(piece.numpy()).cast("B"))
             get_phases().record_progress()
         return values if self.dtype == "F32" else values.view(torch.bfloat16).float()
 

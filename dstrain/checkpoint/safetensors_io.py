@@ -219,8 +219,8 @@ class Files:
         while self._open:
             self._open.popitem()[1].close()
 
-    def read(self, span: Span, into: memoryview) -> None:
-        """Fills `into` with the bytes of a span; both have the same length. Raises ConfigError if the file is too
+    def read_span(self, span: Span, buffer: memoryview) -> None:
+        """Fills `buffer` with the bytes of a span; both have the same length. Raises ConfigError if the file is too
         short.
         """
         if span.path not in self._open:
@@ -230,11 +230,11 @@ class Files:
         self._open.move_to_end(span.path)
         file = self._open[span.path]
         file.seek(span.offset)
-        while into:  # one read gives at most 2 GB
-            count = file.readinto(into)
+        while buffer:  # one read gives at most 2 GB
+            count = file.readinto(buffer)
             if not count:
                 raise ConfigError(f"{span.path} ends early: it is truncated")
-            into = into[count:]
+            buffer = buffer[count:]
 
 
 def iterate_converted_bytes(entry: Entry, files: Files, chunk: memoryview) -> Iterator[memoryview]:
@@ -248,7 +248,7 @@ def iterate_converted_bytes(entry: Entry, files: Files, chunk: memoryview) -> It
         buffer = chunk if source.strides is None else memoryview(bytearray(span.nbytes))
         for start in range(0, span.nbytes, len(buffer)):
             piece = buffer[: span.nbytes - start]
-            files.read(Span(span.path, span.offset + start, len(piece)), piece)
+            files.read_span(Span(span.path, span.offset + start, len(piece)), piece)
             if source.strides is not None:
                 piece = _reorder_to_row_major(source, piece)
             yield piece if source.dtype == entry.dtype else _cast_floats(piece, source.dtype, entry)

@@ -339,11 +339,11 @@ class Store:
         outdated = [(step, "") for step in steps if step not in keep and step < newest]
         for step, suffix in outdated + [(step, _ASIDE) for step in self.list_steps_put_aside() if step <= newest]:
             path, gone = self._make_step_path(step, suffix), self._make_step_path(step, f"{suffix}.gone.tmp")
-            if owner.is_held(path):
+            if owner.is_held_by_reader(path):
                 continue
             # A crash must not leave half a step_N. Whoever has begun to read it meanwhile gets it back.
             os.rename(path, gone)
-            if owner.is_held(path):
+            if owner.is_held_by_reader(path):
                 os.rename(gone, path)
         for gone in self.folder.glob("step_*.tmp"):
             owner.remove_path(gone)

@@ -112,7 +112,7 @@ class Content(NamedTuple):
     sums: dict[Span, int]
 
 
-def is_altered(span: Span, crc: int) -> bool:
+def are_bytes_altered(span: Span, crc: int) -> bool:
     """Returns whether the bytes of a span do not match their CRC-32, or the file is too short. Returns False if `crc`
     is 0, which means that torch wrote no checksum.
     """
@@ -181,7 +181,7 @@ def _load_archive(path: Path, archive: zipfile.ZipFile, file: Any) -> Content:
 
     def read_member(name: str) -> bytes:
         span = find_member_span(members[name])
-        if is_altered(span, members[name].CRC):
+        if are_bytes_altered(span, members[name].CRC):
             raise ConfigError(f"its {name} has altered bytes: it is damaged")
         file.seek(span.offset)
         return file.read(span.nbytes)

@@ -346,7 +346,7 @@ def _plan_consolidation_of_deepspeed_checkpoint(order: Order, folder: Path) -> P
     def verify_checksums(update: Update) -> None:
         """Compares the bytes of the source with their CRC-32. Raises ConfigError for the first altered file."""
         for span, crc in merged.sums.items():
-            if torch_files.is_altered(span, crc):
+            if torch_files.are_bytes_altered(span, crc):
                 raise ConfigError(f"checkpoint {folder} is damaged ({span.path.name} is altered): take another --tag")
             update(span.nbytes)
 

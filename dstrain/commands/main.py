@@ -97,9 +97,9 @@ def start_verb(name: str) -> None:
     except KeyboardInterrupt:  # while modules are imported
         raise SystemExit(130) from None
     finally:
-        from dstrain.disk.owner import release_holds
+        from dstrain.disk.owner import release_all_holds
 
-        release_holds()
+        release_all_holds()
 
 
 def _run_verb(verb: Verb) -> None:

@@ -20,7 +20,7 @@ from dstrain.checkpoint.store import Store
 from dstrain.commands.evaluating import sweep
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.commands.options.reconstruct import ReconstructOptions
-from dstrain.disk.owner import is_held
+from dstrain.disk.owner import is_held_by_reader
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.engine.ema import snapshots
@@ -155,7 +155,7 @@ def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
     all ranks. Raises ConfigError if another process reads one of them.
     """
     paths = [path for path in (_make_step_path(store, step) for store in stores) if path.is_dir()]
-    if read := group.broadcast_from_first([path for path in paths if is_held(path)]):
+    if read := group.broadcast_from_first([path for path in paths if is_held_by_reader(path)]):
         raise ConfigError(f"{read[0]} is being read, and is of other snapshots: give the same command later")
     group.barrier()  # all have looked
     for path in paths if group.rank() == 0 else ():

@@ -118,8 +118,8 @@ class Hold:
     """Protects `path`, such as a checkpoint, from removal while this process reads it, until `release` is called or the
     process ends.
 
-    Any process that wants to remove a path calls `is_held` first. If the folder cannot be written, there is no
-    protection.
+    Any process that wants to remove a path calls `is_held_by_reader` first. If the folder cannot be written, there is
+    no protection.
     """
 
     def __init__(self, path: Path) -> None:
@@ -128,7 +128,7 @@ class Hold:
             _create_file(self._mark, "")
             _start_touching(self._mark)
             if not _holds:
-                atexit.register(release_holds)
+                atexit.register(release_all_holds)
             _holds.append(self)
         except OSError:
             self._mark = None
@@ -140,13 +140,13 @@ class Hold:
             self._mark = None
 
 
-def release_holds() -> None:
+def release_all_holds() -> None:
     """Releases every Hold of this process, which are marks on paths that it reads."""
     while _holds:
         _holds.pop().release()
 
 
-def is_held(path: Path) -> bool:
+def is_held_by_reader(path: Path) -> bool:
     """Returns whether a living process, perhaps this one, protects `path` by a Hold while it reads there. Returns False
     if the folder of `path` cannot be read. Removes the Holds of dead processes.
     """
@@ -162,9 +162,9 @@ def is_held(path: Path) -> bool:
     return held
 
 
-def claim_folder(folder: Path, verb: str) -> Claim:
+def claim_folder(folder: Path, command_name: str) -> Claim:
     """Claims an existing folder for this process by a file in it, the lease, and returns the claim. No other process
-    may claim the folder until `release_folder_claim`. verb: the name of this command, for the messages of other
+    may claim the folder until `release_folder_claim`. command_name: the name of this command, for the messages of other
     processes.
 
     Raises Held if a living process has claimed the folder, OSError if nothing can be written there.
@@ -178,7 +178,7 @@ def claim_folder(folder: Path, verb: str) -> Claim:
         number, mark = max(earlier, default=0) + 1, make_owner_mark()
         path = folder / f".lease-{number}"
         try:
-            _create_file(path, f"{mark}\n{socket.gethostname()}\n{verb}\n{_describe_folder_identity(folder)}")
+            _create_file(path, f"{mark}\n{socket.gethostname()}\n{command_name}\n{_describe_folder_identity(folder)}")
         except FileExistsError:  # another command was quicker
             time.sleep(0.05)
             continue

@@ -74,7 +74,7 @@ def install_stack_dump_handler() -> None:
     faulthandler.register(signal.SIGUSR2, file=2, all_threads=True)
 
 
-def find_current_line(thread: int) -> tuple[str, bool]:
+def find_current_line_of_thread(thread: int) -> tuple[str, bool]:
     """Returns (place, exchanges) of a thread, given by its ident. `place` is the line of code that it executes now, as
     "FILE:LINE (FUNCTION)": the innermost line in dstrain, group.py left out, else the outermost line. `exchanges` says
     whether the thread exchanges data with other ranks there. Returns ("", False) if there is no such thread.

@@ -33,7 +33,7 @@ from dstrain.disk.lines import append_lines
 from dstrain.distributed import exit_codes, group
 from dstrain.distributed.presence import get_presence
 from dstrain.distributed.processes import (
-    find_current_line,
+    find_current_line_of_thread,
     install_stack_dump_handler,
     is_debugged,
     is_suspended,
@@ -198,7 +198,7 @@ class Watchdog(AbstractContextManager):
     def _make_status(self, beat: int = 0) -> RankStatus:
         """Returns what this rank tells the others about itself. `beat` is the number of this message."""
         phase, step, _ = self._now
-        where, waits = find_current_line(self._main)
+        where, waits = find_current_line_of_thread(self._main)
         seconds = round(time.monotonic() - self._find_time_of_last_progress(), 1)
         return RankStatus(
             group.rank(), socket.gethostname(), os.getpid(), step, phase, seconds, self._overdue, where, waits, beat

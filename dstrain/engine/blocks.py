@@ -83,7 +83,7 @@ def wrap_block_forwards(
         elif keeps == "offload":
             module.forward = partial(host.run_with_offloaded_input, partial(type(module).forward, module))
         elif keeps != "none":
-            module.forward = partial(run_block, module, keeps)
+            module.forward = partial(run_block_forward, module, keeps)
 
 
 def require_known_leaf_modules(networks: Mapping[str, nn.Module], settings: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ def should_compile(choice: str) -> bool:
     return choice == "on" or (choice == "auto" and torch.cuda.is_available())
 
 
-def run_block(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
+def run_block_forward(module: nn.Module, recompute: str, *inputs: Any, **named: Any) -> Any:
     """Returns the output of a block's own forward method. If gradients are recorded, `recompute` says what the backward
     pass computes again, instead of keeping it in memory:
 
@@ -240,9 +240,9 @@ class Graphs:
     def run_compiled_block(
         self, module: nn.Module, recompute: str, structure: tuple, *inputs: Any, **named: Any
     ) -> Any:
-        """Returns what `run_block` returns, computed by a compiled graph. The first call compiles the graph. Later
-        calls use it again if `structure`, `recompute` and the shapes of the inputs are the same, and gradients are
-        recorded as they were. Without gradients, the first dimension of the inputs may differ.
+        """Returns what `run_block_forward` returns, computed by a compiled graph. The first call compiles the graph.
+        Later calls use it again if `structure`, `recompute` and the shapes of the inputs are the same, and gradients
+        are recorded as they were. Without gradients, the first dimension of the inputs may differ.
 
         structure   the structure of the module, as `make_structure_key` returns it
         """
@@ -251,7 +251,7 @@ class Graphs:
         kind = (structure, recompute, records, *(tensor.shape if records else tensor.shape[1:] for tensor in tensors))
         compiled = self._by_kind.get(kind)
         if compiled is None:
-            compiled = self._by_kind[kind] = torch.compile(_copy_function(run_block), dynamic=False)
+            compiled = self._by_kind[kind] = torch.compile(_copy_function(run_block_forward), dynamic=False)
         if not records:
             for tensor in tensors:
                 if len(tensor) == len(tensors[0]):

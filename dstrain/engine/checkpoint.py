@@ -342,14 +342,16 @@ class Checkpoints:
                 f"{', '.join(self._engines)}: set the model section as it was, or give --from-scratch"
             )
         for part in self._engines:
-            self._load_part(part, path, common, counters[part])
+            self._load_part_from_checkpoint(part, path, common, counters[part])
         try:
             self._system.load_state_dict(validate.select_and_strip_prefix(common, "system/"))
         except ConfigError as error:  # only after --allow-change: the recipe is compared before
             if group.rank() == 0:
                 self.saver.report(f"the system's own state begins anew: {error}")
 
-    def _load_part(self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]) -> None:
+    def _load_part_from_checkpoint(
+        self, part: str, path: Path, common: dict[str, Tensor], counters: dict[str, Any]
+    ) -> None:
         masters, engine = self._engines.masters[part], self._engines[part]
         anew = False
         with open_shards(path, part) as shards:

@@ -470,7 +470,7 @@ def move_newer_steps_aside(folder: Path, step: int) -> None:
 def _require_no_readers(paths: Iterable[Path]) -> None:
     """Raises ConfigError if another command is reading one of the paths (disk/owner.py), which are to be moved."""
     for path in paths:
-        if owner.is_held(path):
+        if owner.is_held_by_reader(path):
             raise ConfigError(f"{path} is being read by another command: wait for its end, and give this one again")
 
 

@@ -38,7 +38,7 @@ def read_recipe(folder: Path) -> Run:
 
 def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = None) -> Path:
     """Returns the folder of a run's checkpoint at `step`, or of the newest whole checkpoint if `step` is None. Call it
-    on all ranks. Keeps training from removing the folder until this process ends or calls `owner.release_holds`.
+    on all ranks. Keeps training from removing the folder until this process ends or calls `owner.release_all_holds`.
 
     If `ema` is given and that checkpoint lacks this average, returns the folder in which `dstrain reconstruct` has made
     the average, if there is one. With `step` None this may be of an earlier step; rank 0 then prints a note. Raises

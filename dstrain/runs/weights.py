@@ -156,7 +156,7 @@ def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
     """
     merged = deepspeed_files.read_deepspeed_checkpoint(folder, trusted=True, dtype="F32")
     for span, crc in merged.sums.items():
-        if torch_files.is_altered(span, crc):
+        if torch_files.are_bytes_altered(span, crc):
             raise ConfigError(f"weights: {folder} is damaged ({span.path} is altered): copy it again")
     state, buffer = {}, memoryview(bytearray(CHUNK))
     with Files() as files:
@@ -244,7 +244,7 @@ def write_part_weights(checkpoint: Path, parts: Iterable[str], ema: float | None
 def hold_checkpoints_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
     """Keeps training runs from removing the checkpoint folders `candidates` within the block. Yields a function: called
     with the chosen folder, it returns that folder, and protects it also after the block, until this process ends or
-    calls `owner.release_holds`. Call it on all ranks; only rank 0 writes.
+    calls `owner.release_all_holds`. Call it on all ranks; only rank 0 writes.
     """
     held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
 

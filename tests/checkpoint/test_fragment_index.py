@@ -187,9 +187,9 @@ def test_stored_weights(tmp_path, monkeypatch):
     assert torch.equal(weights["a"][2:4, 1], truth["ema.0.99", "a"][2:4, 1])
     with pytest.raises(TypeError, match="write into a clone"):
         weights["a"].zero_()
-    sizes, read = [], safetensors_io.Files.read
+    sizes, read = [], safetensors_io.Files.read_span
     monkeypatch.setattr(
-        safetensors_io.Files, "read", lambda self, span, into: (sizes.append(span.nbytes), read(self, span, into))
+        safetensors_io.Files, "read_span", lambda self, span, into: (sizes.append(span.nbytes), read(self, span, into))
     )
     plain = truth["ema.0.99", "c"]
     assert torch.equal(read_flattened_slice(weights["c"], 5, 20), plain[5:25]) and sum(sizes) == 4 * 20

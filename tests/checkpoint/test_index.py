@@ -145,10 +145,10 @@ def test_a_file_that_ends_within_a_span(tmp_path):
     (tmp_path / "file").write_bytes(b"abcdef")
     into = memoryview(bytearray(3))
     with safetensors_io.Files() as files:
-        files.read(Span(tmp_path / "file", 2, 3), into)
+        files.read_span(Span(tmp_path / "file", 2, 3), into)
         assert bytes(into) == b"cde"
         with pytest.raises(ConfigError, match="file ends early: it is truncated"):
-            files.read(Span(tmp_path / "file", 4, 3), into)
+            files.read_span(Span(tmp_path / "file", 4, 3), into)
 
 
 def test_averages_made_afterwards(tmp_path):

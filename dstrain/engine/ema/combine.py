@@ -156,7 +156,7 @@ class SnapshotCombiner:
         fragments = self._fragments[snapshot.path]
         raw, done = memoryview(bytearray(SIZES[fragments.dtype] * (end - start))), 0
         for span in fragments.find_byte_spans(kind, name, start, end):
-            files.read(span, raw[done : done + span.nbytes])
+            files.read_span(span, raw[done : done + span.nbytes])
             done += span.nbytes
         return decode_floats(raw, fragments.dtype)
 

@@ -1,6 +1,6 @@
 """The two sides of a comparison: dstrain's own step, and the plain PyTorch loop over the same networks and batches.
 
-    dstrain      the loop's take_step and EmaShadow.update, under a DeepSpeed config
+    dstrain      the loop's take_step and EmaShadow.update_averages, under a DeepSpeed config
     plain        bf16 weights with fp32 masters (or fp32), fused AdamW, gradient clipping, one foreach lerp an
                  average; compiled by block where dstrain compiles. One process, any number of networks.
 
