@@ -227,13 +227,13 @@ class Mixture(Source):
         )
         return f"a mixture of {len(self.sources)}, {super().describe_samples()}: {'; '.join(parts)}"
 
-    def count_by_class(self) -> np.ndarray | None:
+    def count_samples_by_class(self) -> np.ndarray | None:
         """Returns the number of samples of each class of the mixture, int64 (classes,); None if there are no classes,
         or if a source does not count its own.
         """
         counts = np.zeros(len(self.classes), np.int64)
         for source, labels in zip(self.sources, self.labels):
-            own = source.count_by_class()
+            own = source.count_samples_by_class()
             if own is None:
                 return None
             np.add.at(counts, np.arange(len(own)) if labels is None else labels.numpy(), own)
@@ -299,31 +299,31 @@ def open_mixture(
     return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
 
 
-def merge_codes_of_sources(data: Data, parts: Sequence[Data]) -> Data:
+def merge_codes_of_sources(data: Data, sections: Sequence[Data]) -> Data:
     """Returns a copy of a mixture's data section, whose entry `codes` describes the cached latents or tokens of all
     sources. The entry is None if the sources are not cached. The scaling factor of latents is 1 / the standard
     deviation of the whole mixture.
 
-    parts: the data sections of the sources, each with its own `codes`
+    sections: the data sections of the sources, each with its own `codes`
 
     Raises ConfigError if only some sources are cached, or if they were not encoded alike.
     """
-    codes = parts[0].codes
-    for part in parts[1:]:
-        if (part.codes is None) != (codes is None):
-            encoded, plain = (parts[0], part) if part.codes is None else (part, parts[0])
+    codes = sections[0].codes
+    for section in sections[1:]:
+        if (section.codes is None) != (codes is None):
+            encoded, plain = (sections[0], section) if section.codes is None else (section, sections[0])
             raise ConfigError(
                 f"data.mixture: {encoded.path} holds cached codes, and {plain.path} does not: encode all, or none"
             )
     if codes is None:
         return data.model_copy(update={"codes": None})
-    indexes = [read_index(Path(part.path)) for part in parts]
-    for part, index in zip(parts[1:], indexes[1:]):
+    indexes = [read_index(Path(section.path)) for section in sections]
+    for section, index in zip(sections[1:], indexes[1:]):
         for key in _MIXED_ALIKE:
             first, other = indexes[0]["encoding"].get(key), index["encoding"].get(key)
             if first != other:
                 raise ConfigError(
-                    f"data.mixture: {part.path} has {key} {other}, {parts[0].path} has {first}: encode "
+                    f"data.mixture: {section.path} has {key} {other}, {sections[0].path} has {first}: encode "
                     "all of them alike"
                 )
     weights = np.array([source.weight or index["encoding"]["number"] for source, index in zip(data.mixture, indexes)])

@@ -64,7 +64,7 @@ class DataKind(ABC):
         """Returns whether a recipe's data section names data of this kind. Ask the kinds in the order of KINDS."""
 
     @abstractmethod
-    def name_contents(self) -> str:
+    def get_content_kind(self) -> str:
         """Returns what the data hold: "images", "clips", "latents", "image_tokens", "clip_tokens" or "pairs"."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class MixedData(DataKind):
     def recognises(cls, data: Data) -> bool:
         return bool(data.mixture)
 
-    def name_contents(self) -> str:
+    def get_content_kind(self) -> str:
         return find_content_kind(self.data.list_sources()[0])
 
     def fill_in_codes_entry(self) -> Data:
@@ -148,7 +148,7 @@ class BuiltinData(DataKind):
     def recognises(cls, data: Data) -> bool:
         return data.path.startswith("builtin:")
 
-    def name_contents(self) -> str:
+    def get_content_kind(self) -> str:
         if self.data.path == BUILTIN:
             return "pairs"
         return "clips" if self.data.path == MOVING or self.data.num_frames is not None else "images"
@@ -206,7 +206,7 @@ class PairsData(DataKind):
     def recognises(cls, data: Data) -> bool:
         return has_embedding_pairs(data.path)
 
-    def name_contents(self) -> str:
+    def get_content_kind(self) -> str:
         return "pairs"
 
     def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
@@ -223,7 +223,7 @@ class CodesData(DataKind):
     def recognises(cls, data: Data) -> bool:
         return is_codes_cache(data.path)
 
-    def name_contents(self) -> str:
+    def get_content_kind(self) -> str:
         encoding = read_index(Path(self.data.path))["encoding"]
         return _name_contents_of_codes(encoding["kind"], encoding["shape"])
 
@@ -246,7 +246,7 @@ class ClipsData(DataKind):
     def recognises(cls, data: Data) -> bool:
         return data.num_frames is not None or _has_videos_but_no_images(data.path)
 
-    def name_contents(self) -> str:
+    def get_content_kind(self) -> str:
         return "clips"
 
     def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
@@ -282,7 +282,7 @@ class ImagesData(DataKind):
     def recognises(cls, data: Data) -> bool:
         return True
 
-    def name_contents(self) -> str:
+    def get_content_kind(self) -> str:
         return "images"
 
     def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
@@ -303,7 +303,7 @@ def recognise_data_kind(data: Data) -> DataKind:
 def find_content_kind(data: Data) -> str:
     """Returns what the data of a section hold: a key of CONTENTS such as "images". Call `fill_in_codes_entry` first."""
     return (
-        recognise_data_kind(data).name_contents()
+        recognise_data_kind(data).get_content_kind()
         if data.codes is None
         else _name_contents_of_codes(data.codes.kind, data.codes.shape)
     )
@@ -317,7 +317,7 @@ def fill_in_codes_entry(data: Data) -> Data:
     encoded ones, or if data.embeddings is set and the data are not one source of square images.
     """
     kind = recognise_data_kind(data)
-    if data.embeddings is not None and kind.name_contents() != "images":
+    if data.embeddings is not None and kind.get_content_kind() != "images":
         raise ConfigError(
             f"data.embeddings={data.embeddings} goes with images, and data.path={data.path} holds "
             "others: leave it out, or give the images"

@@ -122,7 +122,7 @@ class Source(ABC):
         """
         return {}
 
-    def count_by_class(self) -> np.ndarray | None:
+    def count_samples_by_class(self) -> np.ndarray | None:
         """Returns the number of samples of each class, int64 (classes,); None if there are no classes, or if counting
         would take long.
         """
@@ -132,7 +132,7 @@ class Source(ABC):
         """Returns a phrase such as "10 classes of 200" or "2 classes of 5 (cat) to 9 (dog)"; "no classes" if there are
         none.
         """
-        count, counts = len(self.classes), self.count_by_class() if self.classes else None
+        count, counts = len(self.classes), self.count_samples_by_class() if self.classes else None
         number = f"{count:,} class{'es' * (count != 1)}" if count else "no classes"
         if counts is None:
             return number

@@ -61,8 +61,8 @@ class Remade(View):
     def __getitem__(self, index: int) -> Item:
         return self.read(index)
 
-    def count_by_class(self) -> np.ndarray | None:
-        return self.whole.count_by_class()
+    def count_samples_by_class(self) -> np.ndarray | None:
+        return self.whole.count_samples_by_class()
 
     def compute_full_fingerprint(self) -> str:
         return self.whole.compute_full_fingerprint()

@@ -79,19 +79,19 @@ def open_reference(path: Path, networks: dict[str, Features], max_features: int,
     return Compared(statistics, images, {name: networks[name] for name in lacking}, str(path), identity)
 
 
-def open_recipe_reference(place: str, data: Data, networks: dict[str, Features], max_features: int) -> Compared:
+def open_recipe_reference(location: str, data: Data, networks: dict[str, Features], max_features: int) -> Compared:
     """Opens the reference that the recipe names as samples.reference, for a run on `data`. A path to an .npz, .pkl or
     .zip file is opened by `open_reference`; any other as data.path would be, with images cropped and resized as in
     training.
 
-    place          samples.reference of the recipe
+    location       samples.reference of the recipe
     networks       {metric: its network}
     max_features   the most features of a set that the metrics kid, pr and dc compare
 
     Raises ConfigError if no metric compares with a reference, or if the reference cannot be read, holds no pixels, or
     has too few images for the metrics.
     """
-    key, path = f"samples.reference={place}", os.path.expanduser(place)
+    key, path = f"samples.reference={location}", os.path.expanduser(location)
     if not networks:
         raise ConfigError(f"{key}: none of samples.metrics compares with it: leave it out")
     if path.endswith((*reference.SUFFIXES, ".zip")) and (os.path.isfile(path) or not os.path.exists(path)):
@@ -106,4 +106,4 @@ def open_recipe_reference(place: str, data: Data, networks: dict[str, Features],
         raise ConfigError(f"{key} holds no pictures: name those that its codes were made of, or statistics of them")
     table.require_enough_images(len(source), f"{key}: ")
     table.require_enough_for_neighbours(networks, min(len(source), max_features), f" of {key}")
-    return Compared({}, Sourced(source), networks, place, source.compute_fingerprint())
+    return Compared({}, Sourced(source), networks, location, source.compute_fingerprint())

@@ -153,7 +153,7 @@ def test_built_in_clips():
     own = [index for index, text in enumerate(texts) if not fnmatch(text, "a bag moving *") and "boot b" not in text]
     assert [source.compose_caption(index) for index in range(len(source))] == [texts[index] for index in own]
     assert (source[5]["video"] == whole[own[5]]["video"]).all()
-    assert source.count_by_class().tolist() == np.bincount([whole[i]["label"] for i in own]).tolist()
+    assert source.count_samples_by_class().tolist() == np.bincount([whole[i]["label"] for i in own]).tolist()
     assert len(unseen) == 50 * (10 * len(MOTIONS) - 5)
     others = data.model_copy(update={"leave_out": ("an ankle boot moving *", "a bag bouncing")})
     found = {open_sources(section)[0].compute_fingerprint() for section in (data, others)}

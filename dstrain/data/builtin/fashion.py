@@ -104,7 +104,7 @@ class Fashion(Source):
     def name_sample(self, index: int) -> str:
         return f"{FASHION_PATH}/{self.split}/{index}"
 
-    def count_by_class(self) -> np.ndarray:
+    def count_samples_by_class(self) -> np.ndarray:
         """Returns the number of images of each class, int64 (10,)."""
         return np.bincount(self.labels, minlength=len(FASHION))
 

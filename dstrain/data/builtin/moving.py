@@ -124,7 +124,7 @@ class MovingFashion(Source):
     def name_sample(self, index: int) -> str:
         return f"{MOVING}/{self.split}/{index}"
 
-    def count_by_class(self) -> np.ndarray:
+    def count_samples_by_class(self) -> np.ndarray:
         """Returns the number of clips of each class, int64 (10,)."""
         return np.bincount(self.items.labels[self.permutation // len(MOTIONS)], minlength=len(FASHION))
 

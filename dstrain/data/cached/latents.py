@@ -231,7 +231,7 @@ class Latents(Source):
             words += f"; captions beyond {CAPTION_BYTES} bytes were cut by the dstrain that encoded them: encode anew"
         return words
 
-    def count_by_class(self) -> np.ndarray | None:
+    def count_samples_by_class(self) -> np.ndarray | None:
         """Returns the number of samples of each class, int64 (classes,); None if there are no classes, or if the split
         has too many shards to count them quickly.
         """

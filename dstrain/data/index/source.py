@@ -119,7 +119,7 @@ class Indexed(Source):
         )
         return "; ".join(remarks)
 
-    def count_by_class(self) -> np.ndarray | None:
+    def count_samples_by_class(self) -> np.ndarray | None:
         if not self.classes:
             return None
         counts = np.zeros(len(self.classes), np.int64)

@@ -117,7 +117,7 @@ def test_taken_over(tmp_path, vae, write):
         np.testing.assert_allclose(batch["latent_mean"], codes[:, side, 0], rtol=3e-7)
         deviation = codes[:, side, 1] if codes.shape[2] == 2 else np.zeros_like(codes[:, side, 0])
         assert np.array_equal(batch["latent_std"], deviation) and batch["label"].tolist() == LABELS
-    assert source.classes == ("0", "1", "2", "3", "4") and source.count_by_class().tolist() == [5, 4, 5, 4, 5]
+    assert source.classes == ("0", "1", "2", "3", "4") and source.count_samples_by_class().tolist() == [5, 4, 5, 4, 5]
     wide = codes.astype(np.float64)
     variance = wide[:, :, 0].var() + ((wide[:, :, 1] ** 2).mean() if codes.shape[2] == 2 else 0.0)
     assert index["statistics"]["std"] == pytest.approx(np.sqrt(variance), rel=1e-6)

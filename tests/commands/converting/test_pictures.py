@@ -147,7 +147,7 @@ def test_lsun(tmp_path, plain):
     listed = open_sources(
         Data(path=str(converted("lsun", root, tmp_path / "listed", class_list=str(tmp_path / "list"))), image_size=16)
     )[0]
-    assert listed.classes == ("c d", "none", "a", "a-b") and listed.count_by_class().tolist() == [4, 0, 4, 4]
+    assert listed.classes == ("c d", "none", "a", "a-b") and listed.count_samples_by_class().tolist() == [4, 0, 4, 4]
     with (
         lmdb.open(str(tmp_path / "a.lmdb"), map_size=1 << 26, subdir=False, lock=False) as env,
         env.begin(write=True) as transaction,
@@ -159,7 +159,7 @@ def test_lsun(tmp_path, plain):
     assert len(alone) == EACH and all(torch.equal(alone[i]["image"], one[i]["image"]) for i in range(EACH))
     (root / "a-b_val_lmdb" / "data.mdb").unlink()  # a class without images that are held out
     unseen = open_sources(Data(path=str(converted("lsun", root, tmp_path / "fewer")), image_size=16))[1]
-    assert unseen.count_by_class().tolist() == [1, 0, 1]
+    assert unseen.count_samples_by_class().tolist() == [1, 0, 1]
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])

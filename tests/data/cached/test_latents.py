@@ -190,7 +190,7 @@ def test_a_share_is_held_out(tmp_path):
     held = rng.uniform(rng.keys_of_seeds(torch.arange(1000)), "held_out") < 0.2
     assert members.tolist() == held.nonzero()[:, 0].tolist() and others.tolist() == (~held).nonzero()[:, 0].tolist()
     assert 150 < len(unseen) < 250 and np.array_equal(unseen[7]["latent_mean"], codes[members[7], 0, 0])
-    assert train.count_by_class().tolist() == np.bincount(others % 3).tolist()
+    assert train.count_samples_by_class().tolist() == np.bincount(others % 3).tolist()
     assert unseen.name_sample(7).endswith(f"[{members[7] % 300}]")
     assert train.compute_fingerprint() != unseen.compute_fingerprint() != Latents(tmp_path / "x").compute_fingerprint()
     seen = list(iterate_held_out(unseen, 64))

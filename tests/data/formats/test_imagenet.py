@@ -208,7 +208,7 @@ def test_a_list_of_classes(tmp_path, text):
     shutil.rmtree(root / "train" / SYNSETS[1])
     data = Data(path=str(root / "train"), image_size=16, class_list=str(tmp_path / "order"))
     source, plain = open_sources(data)[0], open_images(root / "train", 16)
-    assert source.classes == order and source.count_by_class().tolist() == [3, 3, 0, 3]
+    assert source.classes == order and source.count_samples_by_class().tolist() == [3, 3, 0, 3]
     for index in range(9):
         item, other = source[index], plain[index]
         assert source.name_sample(index) == plain.name_sample(index) and torch.equal(item["image"], other["image"])

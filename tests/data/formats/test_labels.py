@@ -167,7 +167,7 @@ def test_labels_in_dataset_json(tmp_path):
     path = root / "dataset.json"
     path.write_text(json.dumps({"labels": [[name, label] for name, label in zip(names, (4, 0, 4, 2))]}))
     source = open_images(root, 16)
-    assert source.classes == ("0", "1", "2", "3", "4") and source.count_by_class().tolist() == [1, 0, 1, 0, 2]
+    assert source.classes == ("0", "1", "2", "3", "4") and source.count_samples_by_class().tolist() == [1, 0, 1, 0, 2]
     assert {source.name_sample(i): source[i]["label"] for i in range(4)} == dict(zip(names, (4, 0, 4, 2)))
     unseen = flat(tmp_path / "unseen", ("a.png",))
     (unseen / "dataset.json").write_text('{"labels": [["a.png", 2]]}')
@@ -247,7 +247,7 @@ def test_what_was_found_is_said(tmp_path):
     write(tmp_path / "x")
     held = Latents(tmp_path / "x", "held_out", 0.3)
     labels = np.bincount([held[i]["label"] for i in range(len(held))], minlength=3)
-    assert held.count_by_class().tolist() == labels.tolist() and held.describe_samples().startswith(
+    assert held.count_samples_by_class().tolist() == labels.tolist() and held.describe_samples().startswith(
         f"{len(held)} cached images"
     )
     assert Latents(tmp_path / "x").describe_samples() == (

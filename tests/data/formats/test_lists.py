@@ -121,7 +121,7 @@ def test_columns_by_name(tmp_path, kind):
         (*((f"a{n}", f"b{n}") if kind in ("jsonl", "parquet") else (f"a{n}",)), f"long {n}") for n in range(6)
     ]
     source = open_images(path, 16, request=request)
-    assert source.classes == tuple(map(str, range(26))) and source.count_by_class().nonzero()[0].tolist() == [
+    assert source.classes == tuple(map(str, range(26))) and source.count_samples_by_class().nonzero()[0].tolist() == [
         0,
         5,
         10,

@@ -86,7 +86,9 @@ def test_what_it_holds(tmp_path_factory, tree, share):
             source = open_images(work / "data", 16, split=split, held_out=share, index=kept)
             assert [source.name_sample(place) for place in range(len(source))] == [names[place] for place in own]
             assert source.labels.tolist() == [labels[place] for place in own] and source.classes == classes
-            assert source.count_by_class().tolist() == np.bincount(source.labels, minlength=len(classes)).tolist()
+            assert (
+                source.count_samples_by_class().tolist() == np.bincount(source.labels, minlength=len(classes)).tolist()
+            )
 
 
 def test_one_source_wherever_it_is_kept(tmp_path):
