@@ -398,8 +398,8 @@ def build_engines(
     return kind(
         system.networks,
         settings,
-        system.decays,
-        system.blocks(),
+        system.has_weight_decay,
+        system.list_block_classes(),
         optimizer=run.optimizer,
         seed=run.seed,
         train_only=run.train_only,

@@ -137,7 +137,7 @@ def measure_system_on_source(
     are None:
 
     figures: {name: mean}
-    standard_errors: {name: standard error}, None for figures that System.digest computes
+    standard_errors: {name: standard error}, None for figures that System.compute_figures computes
     curves: {name: [mean at each timestep]}, of terms that have a column for each timestep
     timesteps: these timesteps, or None
     quarters: {name: [mean in each quarter of the timesteps]}
@@ -157,7 +157,7 @@ def measure_system_on_source(
             means.add_terms(terms, valid)
             bar.update(bar.total * done // rounds - bar.n)  # a system may have shown no steps of its own
     result = means.average_over_ranks()
-    for name, value in system.digest(result["curves"]).items():  # it has no standard error, being no mean
+    for name, value in system.compute_figures(result["curves"]).items():  # it has no standard error, being no mean
         result["figures"][name], result["standard_errors"][name] = value, None
     return _convert_figures_to_json(result)
 

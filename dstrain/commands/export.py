@@ -306,7 +306,7 @@ def _read_latent_statistics(path: Path, run: Path, system: System, nets: dict[st
     if the cache was encoded by other weights than those that are exported.
     """
     index = read_index(path.parent if path.name == INDEX else path)
-    own, encoder = hash_network(*system.identity(nets)), index["encoding"]["first_stage"]
+    own, encoder = hash_network(*system.describe_identity(nets)), index["encoding"]["first_stage"]
     if own != encoder:
         raise ConfigError(
             f"--statistics {path}: these codes are of the first stage {encoder}, "
@@ -322,7 +322,7 @@ def _measure_latent_statistics(num: int, run: Run, system: System, nets: dict[st
     """
     shards, count = [], 0
     for example in _iterate_encoded_samples(num, run, system):
-        codes = system.codes(nets, example)
+        codes = system.compute_codes(nets, example)
         moments = torch.stack((codes["latent_mean"], codes["latent_std"]), dim=1)[:, None].cpu().numpy()
         shards.append(sum_codes_for_statistics(moments[example["valid"].cpu().numpy()]))
         count += int(example["valid"].sum()) * moments[0, 0, 0, 0].size

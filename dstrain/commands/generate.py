@@ -75,7 +75,9 @@ def generate_samples(options: GenerateOptions) -> Path:
         require_outside_run_folders(options.out)
     first, *then = (_open_run_without_weights(options.folder, options), *map(_open_run_without_weights, options.then))
     _, run, system = first
-    sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
+    sampler = system.choose_sampler(
+        *((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler"))
+    )
     clip = _choose_clip_length(options, run, system)
     images = _read_inputs_of_first_run(options, first, then, clip)
     dtype = choose_weight_dtype(options.precision)
@@ -160,12 +162,12 @@ def _open_run_without_weights(folder: Path, options: GenerateOptions | None = No
     run = trained.read_recipe(folder)
     with reword_errors(f"{folder}: "):
         if options is not None:
-            model = systems.find_config_class(run.system).with_encoders(
+            model = systems.find_config_class(run.system).replace_encoders(
                 run.model, options.text_encoder, options.tokenizer
             )
             run = run.model_copy(update={"model": model})
         system = systems.build(run.system, run.model)
-    if problem := system.cannot_draw():
+    if problem := system.find_drawing_problem():
         raise ConfigError(f"{folder} trains {run.system}, which cannot draw: {problem}")
     return folder, run, system
 
@@ -423,7 +425,7 @@ def _choose_labels_of_later_run(request: Request, later: ReadyRun, options: Gene
     first run draws. If the first run has no labels, takes --labels, or without that the labels in the later run's
     recipe.
     """
-    if "label" not in later.system.conditions(1):
+    if "label" not in later.system.make_conditions(1):
         return {}
     drawn = request.conditions.get("label")
     labels = options.labels or later.run.samples.labels if drawn is None else tuple(drawn.tolist())

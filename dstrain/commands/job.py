@@ -62,7 +62,9 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
             settings_at_start=before,
         )
     if not problems:
-        problems += systems.build_config(run.system, run.model).conflicts_at(settings.read_zero_stage(resolved))
+        problems += systems.build_config(run.system, run.model).list_conflicts_at_stage(
+            settings.read_zero_stage(resolved)
+        )
     if not problems and group.read_rank_and_world().rank == 0:
         with _collect_config_errors(problems):
             checked_remarks, notes = _check_data_and_list_remarks(run, options, resolved, world)
@@ -81,7 +83,7 @@ def load_and_check_recipe(path: Path, overrides: Sequence[str], note: Callable[[
     """
     run = _read_recipe(path, overrides)
     if note is not None:
-        run, left_out = systems.find_config_class(run.system).without_files(run)
+        run, left_out = systems.find_config_class(run.system).drop_missing_networks(run)
         if left_out:
             note(left_out)
     run, problems = complete_and_check_recipe(run, overrides)
@@ -137,9 +139,9 @@ def complete_and_check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[
                 f"samples.labels={list(labels)}: {unknown} are not below model.{config.num_labels_field}="
                 f"{classes}; labels are 0 to {(classes or 0) - 1}"
             )
-        problems += config.conflicts(run)
+        problems += config.list_conflicts(run)
         if run.parallel.sequence > 1:
-            problems += config.conflicts_among(run.parallel.sequence)
+            problems += config.list_conflicts_among_ranks(run.parallel.sequence)
     return run, problems
 
 
@@ -223,7 +225,7 @@ def _check_data_and_list_remarks(
             f"data.flip=true: {run.system} reads the captions of {run.data.path}, and a mirrored sample "
             "would belie those that say left or right: write data.flip=false"
         )
-    system.accepts(source)
+    system.require_usable_source(source)
     _require_drawable_samples(run, system)
     cut = system.describe_cut([*run.samples.prompts], "samples.prompts") if run.samples.prompts else ""
     config = systems.build_config(run.system, run.model)
@@ -311,12 +313,12 @@ def _require_drawable_samples(run: Run, system: System) -> None:
     samples, draws = run.samples, system.generates or not run.every.sample
     problems: list[str] = []
     with _collect_config_errors(problems):
-        system.sampler(samples.sampler, "samples.sampler")
+        system.choose_sampler(samples.sampler, "samples.sampler")
     with _collect_config_errors(problems):
         system.check_sampling(samples)
     if problems:
         raise ConfigError(*dict.fromkeys(problems))
-    if run.every.sample and system.generates and (problem := system.cannot_draw()):
+    if run.every.sample and system.generates and (problem := system.find_drawing_problem()):
         raise ConfigError(
             f"every.sample={run.every.sample}: {problem}; write every.sample=0, or set `generates` to "
             "False in the system"

@@ -273,8 +273,8 @@ def _try_saving_state(name: str, system: System) -> None:
 
 
 def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) -> None:
-    """Calls `evaluate` and `digest` of a system, as training does on held-out data. Raises ConfigError if the figures
-    that they return have the wrong form, or if save.best=true and there is no loss to choose by.
+    """Calls `evaluate` and `compute_figures` of a system, as training does on held-out data. Raises ConfigError if the
+    figures that they return have the wrong form, or if save.best=true and there is no loss to choose by.
     """
     place = f"{run.system}: evaluate"
     with _explain_id_errors(place, {}, example["key"].device):
@@ -287,9 +287,11 @@ def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) 
         )
     if example["key"].is_meta:
         return
-    figures = system.digest({name: term.double().mean(0) for name, term in terms.items() if term.ndim == 2})
+    figures = system.compute_figures({name: term.double().mean(0) for name, term in terms.items() if term.ndim == 2})
     if not isinstance(figures, dict) or not all(isinstance(figure, (int, float)) for figure in figures.values()):
-        raise ConfigError(f"{run.system}: digest returns something else than a dict of numbers: return those by name")
+        raise ConfigError(
+            f"{run.system}: compute_figures returns something else than a dict of numbers: return those by name"
+        )
 
 
 def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example: Example) -> None:
@@ -297,7 +299,7 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
     begins from data. Raises ConfigError if samples or pictures have a wrong shape or dtype.
     """
     device = example["key"].device
-    if system.generates and not system.cannot_draw():
+    if system.generates and not system.find_drawing_problem():
         samples = run.samples.model_copy(update={"num": _SAMPLES} if run.samples.prompts else {})
         with _explain_id_errors(f"{run.system}: conditions", {}, device):
             request, _ = make_grid_request(samples, system, data if system.starts_from_data else {})
@@ -311,12 +313,12 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
             require_valid_samples(system, system.sample(networks, few), len(few.seeds))
     if system.starts_from_data:
         with _explain_id_errors(f"{run.system}: pictures", {}, device):
-            pictures = system.pictures(networks, example)
+            pictures = system.make_pictures(networks, example)
         for name, images in pictures.items():
             if images.dtype != torch.uint8 or images.ndim not in (4, 5) or len(images) != _SAMPLES:
                 raise ConfigError(
-                    f"{run.system}: pictures returns {name} as {images.dtype} {tuple(images.shape)} for {_SAMPLES} "
-                    "samples: return uint8 (B, C, H, W) or (B, T, C, H, W)"
+                    f"{run.system}: make_pictures returns {name} as {images.dtype} {tuple(images.shape)} for "
+                    f"{_SAMPLES} samples: return uint8 (B, C, H, W) or (B, T, C, H, W)"
                 )
 
 

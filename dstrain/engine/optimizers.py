@@ -8,8 +8,8 @@
     muon        Jordan et al. 2024 (kellerjordan.github.io/posts/muon): the momentum of a matrix made orthogonal. Steps
                 are scaled by 0.2 sqrt(max(rows, columns)) as in Moonlight (arXiv:2502.16982), so that learning rate and
                 decay are those of AdamW. Its matrices are the weights with two dimensions or more that decay and lie in
-                a repeated block (System.decays, System.blocks); a filter counts as (out, the rest). AdamW has the rest:
-                embeddings, first and last layers, gains, biases.
+                a repeated block (System.has_weight_decay, System.list_block_classes); a filter counts as (out, the
+                rest). AdamW has the rest: embeddings, first and last layers, gains, biases.
 
 DeepSpeed 0.19 has a Muon, too. It is not used: it clips the orthogonal update in place of the gradient, needs
 reduce_scatter off at stage 3, and gathers all gradients and momenta whole on every rank there, both before and after.
@@ -118,7 +118,7 @@ def make_parameter_groups(
     if choice.name == "muon" and all(rest for rest, *_ in weights):
         raise ConfigError(
             f"optimizer.name=muon: {type(network).__name__} has no matrices that learn in repeated blocks, which "
-            "System.blocks names: write optimizer.name=adamw"
+            "System.list_block_classes names: write optimizer.name=adamw"
         )
     for (rest, undecayed, rate), members in sorted(weights.items(), key=lambda item: item[0]):
         yield {

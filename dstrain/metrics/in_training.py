@@ -46,7 +46,7 @@ class Quality:
     def __init__(self, run: Run, metrics: Sequence[str], system: System, train: Source, unseen: Source | None) -> None:
         samples, data, key = run.samples, run.data, f"every.metrics={run.every.metrics}"
         self.metrics, self._run, self._system = tuple(metrics), run, system
-        if not system.generates or (reason := system.cannot_draw()):
+        if not system.generates or (reason := system.find_drawing_problem()):
             raise ConfigError(
                 f"{key}: {run.system} draws no pictures while it trains"
                 f"{f' ({reason})' if system.generates else ''}: write every.metrics=0"
@@ -240,9 +240,11 @@ def build_training_metrics(run: Run, system: System, train: Source, unseen: Sour
     if run.every.metrics and metrics is None and run.samples.reference is not None:
         metrics = ("fid",) if system.num_frames is None else ("fvd",)
     elif run.every.metrics and metrics is None:
-        draws = system.generates and not system.starts_from_data and not system.cannot_draw()
+        draws = system.generates and not system.starts_from_data and not system.find_drawing_problem()
         name = find_original_path(run.data)
-        asked = list_built_in_captions(run.data, system) or (name == FASHION_PATH and "label" in system.conditions(1))
+        asked = list_built_in_captions(run.data, system) or (
+            name == FASHION_PATH and "label" in system.make_conditions(1)
+        )
         metrics = ()
         if draws and name in (FASHION_PATH, MOVING):
             metrics = ("fd", "accuracy") if asked else ("fd",)

@@ -236,7 +236,7 @@ def _list_sharing_rank_counts(case: Case) -> list[int]:
     ranks, layout = [case.run.parallel.sequence], case.layout
     config = systems.build_config(case.run.system, case.run.model)
     most = math.gcd(layout.world, layout.gpus_per_node)
-    while most % (2 * ranks[-1]) == 0 and not config.conflicts_among(2 * ranks[-1]):
+    while most % (2 * ranks[-1]) == 0 and not config.list_conflicts_among_ranks(2 * ranks[-1]):
         ranks.append(2 * ranks[-1])
     return ranks
 

@@ -99,7 +99,9 @@ def _iterate_optimizer_group_sizes(
     """Yields, for each group of a part's optimizer, three numbers: of weights, of moments of each weight, and of
     averages of each weight.
     """
-    for members in make_parameter_groups(network, run.optimizer, system.decays, system.blocks(), part):
+    for members in make_parameter_groups(
+        network, run.optimizer, system.has_weight_decay, system.list_block_classes(), part
+    ):
         yield (
             sum(weight.numel() for weight in members["params"]),
             len(members["moments"]),

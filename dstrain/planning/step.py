@@ -146,7 +146,7 @@ def _label_tensors_by_maker(
             yield
 
     wrap_method_in_context(system, "encode", label_tensors_of_encoding)
-    wrap_method_in_context(engines, "learn", lambda: watch.set_kind_of_new_storages("working"))
+    wrap_method_in_context(engines, "run_backward_and_step", lambda: watch.set_kind_of_new_storages("working"))
     wrap_method_in_context(engines.host, "send_to_host", lambda: watch.set_kind_of_new_storages(ON_HOST))
     system.observe = lambda rows: None  # it would read values
 
@@ -198,4 +198,4 @@ def choose_step_to_measure(run: Run, system: System) -> int:
     most work. Prefers a multiple of 16 among equals, since a loss term that comes every 16 steps falls on it.
     """
     late = range(run.steps - 1, max(run.steps - 1 - _LATE, -1), -1)
-    return max((*late, 0), key=lambda step: (system.workload(step), step % _EVERY == 0))
+    return max((*late, 0), key=lambda step: (system.measure_workload(step), step % _EVERY == 0))

@@ -56,7 +56,7 @@ def complete_model_section(run: Run, config_class: Any, overrides: Iterable[str]
     Config, and with all defaults written out. Raises ConfigError if the section is wrong, or if one of `overrides`,
     those of the command line, has another value than the data give.
     """
-    completed = config_class.completed(run.model, run)
+    completed = config_class.complete_section(run.model, run)
     if replaced := describe_replaced_entries("model", run.model, completed, overrides):
         raise ConfigError(*replaced)
     try:

@@ -213,7 +213,7 @@ class Optimizer(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # of the moments; lion is published with 0.9, 0.99
     momentum: Fraction = 0.95  # of muon's matrices
     eps: NonNegative = 1e-8  # added to AdamW's denominator
-    weight_decay: NonNegative = 0.0  # decoupled; on what System.decays names
+    weight_decay: NonNegative = 0.0  # decoupled; on what System.has_weight_decay names
     clip: NonNegative = 0.0  # global gradient norm is scaled down to this; 0 is none
     warmup: Count = 0  # steps of linear growth from 0 to lr
     schedule: Literal["constant", "cosine", "linear"] = "constant"  # after the warm-up

@@ -165,7 +165,7 @@ def _describe_sampling(samples: Samples, system: System, class_name: str) -> str
     """Returns a phrase that says how a run draws its samples: steps, sampler, guidance and spacing, in the words of
     diffusers' pipelines. It says which of these settings the pipeline `class_name` does not have.
     """
-    sampler = system.sampler(samples.sampler)
+    sampler = system.choose_sampler(samples.sampler)
     words = [f"{samples.num_steps} steps of {sampler}"]
     words += [
         f"{name}={value:g}, which the pipeline does not know"

@@ -204,7 +204,7 @@ def read_recipe(folder: Path) -> Run:
         run = load_recipe(folder / "run.yaml")
     with reword_errors(f"{folder}: "):
         system = find_config_class(run.system)
-        run = run.model_copy(update={"folder": folder, "model": system.recorded(run.model)})
+        run = run.model_copy(update={"folder": folder, "model": system.complete_saved_section(run.model)})
         require_known_keys(run, system)
     return run
 

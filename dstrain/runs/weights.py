@@ -170,10 +170,10 @@ def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
 def _adapt_part(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Adapts the weights `state` of a part to its network, by the system's `adapt`. Returns the values by state-dict
-    name, and notes; the first note counts the tensors that were loaded, replaced and left out. If `state` has no LoRA
-    adapters, leaves them out of the values, so that they keep their initial ones. Raises ConfigError if `state` has
-    other adapters than the network.
+    """Adapts the weights `state` of a part to its network, by the system's `adapt_weights`. Returns the values by
+    state-dict name, and notes; the first note counts the tensors that were loaded, replaced and left out. If `state`
+    has no LoRA adapters, leaves them out of the values, so that they keep their initial ones. Raises ConfigError if
+    `state` has other adapters than the network.
     """
     adapters = {
         name: value for name, value in system.build_part_on_meta(part).state_dict().items() if is_adapter_weight(name)
@@ -185,7 +185,7 @@ def _adapt_part(
             "model.lora to what it was made with, or name what dstrain export --format safetensors writes of that run, "
             "which is merged"
         )
-    values, notes = system.adapt(part, state | ({} if given else adapters))
+    values, notes = system.adapt_weights(part, state | ({} if given else adapters))
     if not given and adapters:
         values = {name: value for name, value in values.items() if name not in adapters}
         notes = [*notes, f"{len(adapters)} tensors of adapters begin anew"]

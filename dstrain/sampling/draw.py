@@ -147,8 +147,9 @@ def list_rank_sample_counts(total: int, round: int, chunk: int) -> list[int]:
 
 @torch.no_grad()
 def make_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
-    """Makes the pictures of System.pictures, such as reconstructions, from a batch that all ranks hold; a rank takes
-    `chunk` samples in a call. Returns {name: uint8 (N, ...)} on the CPU of rank 0, and {name: None} on the other ranks.
+    """Makes the pictures of System.make_pictures, such as reconstructions, from a batch that all ranks hold; a rank
+    takes `chunk` samples in a call. Returns {name: uint8 (N, ...)} on the CPU of rank 0, and {name: None} on the
+    other ranks.
     """
     pictures: dict[str, list[Tensor | None]] = {}
     total, world = len(batch["key"]), group.world()
@@ -156,7 +157,7 @@ def make_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
         index = (begin + group.rank() * chunk + torch.arange(chunk)) % total
         rows = {name: values[index].to(group.device()) for name, values in batch.items() if name != "valid"}
         with set_eval_mode(nets):
-            for name, images in system.pictures(nets, system.encode(rows)).items():
+            for name, images in system.make_pictures(nets, system.encode(rows)).items():
                 pictures.setdefault(name, []).append(
                     group.gather_rows_on_first_rank(images, list_rank_sample_counts(total, round, chunk))
                 )
@@ -250,7 +251,7 @@ def score_batches(
     system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
 ) -> dict[str, float]:
     """Returns the mean of each term (B,) of System.evaluate over all held-out samples, by name, and the figures of
-    System.digest. All ranks call this together; the result is the same for any number of ranks.
+    System.compute_figures. All ranks call this together; the result is the same for any number of ranks.
 
     batches  each with `valid`, bool (B,), False for repeated samples, which are not counted.
     curves   None, or a dict to which {name: list of K means} is added for each term (B, K).
@@ -270,5 +271,5 @@ def score_batches(
     if curves is not None:
         curves |= {name: mean.tolist() for name, mean in result["curves"].items()}
     bad = result["nonfinite_samples"]  # a mean that such a sample enters is NaN
-    figures = dict(sorted(result["figures"].items())) | system.digest(result["curves"])
+    figures = dict(sorted(result["figures"].items())) | system.compute_figures(result["curves"])
     return figures | ({"nonfinite_samples": bad} if bad else {})

@@ -75,7 +75,7 @@ def make_sampling_request(
         seed + torch.arange(num),
         conditions,
         samples.num_steps,
-        system.sampler(samples.sampler) or None,
+        system.choose_sampler(samples.sampler) or None,
         samples.guidance_scale,
         num_frames=samples.num_frames,
         size=samples.size,
@@ -90,7 +90,7 @@ def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) 
     """
     if labels and system.num_labels is not None:  # A system that says no number may still know its labels.
         system.require_labels(labels)
-    conditions = system.conditions(num, labels)
+    conditions = system.make_conditions(num, labels)
     require_condition_per_sample(system, conditions, num)
     return conditions
 

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from dstrain.recipe import ConfigError, list_problems
 from dstrain.recipe.trust import OPTION, is_trusted
-from dstrain.systems.base import Kind, System, SystemConfig, require_valid_attributes
+from dstrain.systems.base import Kind, System, SystemConfig, require_current_names, require_valid_attributes
 
 _GROUP = "dstrain.systems"
 
@@ -54,6 +54,7 @@ def build(name: str, model: dict[str, Any]) -> System:
     system = import_package(name).build(section)
     if not isinstance(system, System):
         raise ConfigError(f"system: build() of {name} returns a {type(system).__name__}: return a System")
+    require_current_names(name, type(system))
     require_valid_attributes(name, system)
     system.num_labels = section.num_labels
     return system
@@ -124,6 +125,7 @@ def import_package(name: str) -> ModuleType:
         raise ConfigError(
             f"system: Config of {name} must be a SystemConfig with learns_from, a tuple of {', '.join(get_args(Kind))}"
         )
+    require_current_names(name, module.Config)
     return module
 
 

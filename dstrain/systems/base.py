@@ -77,7 +77,7 @@ class SystemConfig(Section):
     weights; all; offload, all with each block's input in the host's memory; or a number k, all of every k-th block."""
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
+    def complete_section(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """Fills in the fields that `model`, the section of a recipe, leaves out, from the rest of the recipe, such as
         the image size. Returns the section, which is saved in the run's folder. By default returns it unchanged.
 
@@ -86,33 +86,33 @@ class SystemConfig(Section):
         return model
 
     @classmethod
-    def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
+    def complete_saved_section(cls, model: dict[str, Any]) -> dict[str, Any]:
         """Returns `model`, the section of a saved run.yaml, with values for fields that older versions of dstrain did
         not write, so that old runs go on unchanged. By default returns it as it is.
         """
         return model
 
     @classmethod
-    def without_files(cls, run: Run) -> tuple[Run, str]:
+    def drop_missing_networks(cls, run: Run) -> tuple[Run, str]:
         """Returns the run for `dstrain plan`, without frozen networks whose files are missing on this machine, if it
         trains the same networks without them; and a note for the user about them, or "". By default returns the run
         unchanged and "".
         """
         return run, ""
 
-    def conflicts(self, run: Run) -> list[str]:
+    def list_conflicts(self, run: Run) -> list[str]:
         """Returns an error message for each conflict between this section and the rest of the recipe, with the keys and
         the remedy; [] if there are none, as by default.
         """
         return []
 
-    def conflicts_at(self, stage: int) -> list[str]:
+    def list_conflicts_at_stage(self, stage: int) -> list[str]:
         """Returns an error message for each reason why this section cannot be trained at a ZeRO stage, 0 to 3; [] by
         default.
         """
         return []
 
-    def conflicts_among(self, ranks: int) -> list[str]:
+    def list_conflicts_among_ranks(self, ranks: int) -> list[str]:
         """Returns an error message for each reason why `ranks` ranks cannot share the tokens of a sample
         (parallel.sequence); [] if they can. By default returns a message that the system shares no tokens. A system
         whose networks can share tokens returns the result of list_indivisible_counts.
@@ -135,7 +135,7 @@ class SystemConfig(Section):
         return False
 
     @classmethod
-    def with_encoders(
+    def replace_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
         """Returns `model`, the section of a recipe, with other folders or hub names for its frozen networks. These are
@@ -148,10 +148,10 @@ class SystemConfig(Section):
             raise ConfigError("--tokenizer: the model decodes no tokens; leave it out")
         return model
 
-    def unequal(self, run: Run, **fields: str) -> list[str]:
+    def list_unequal_fields(self, run: Run, **fields: str) -> list[str]:
         """Compares fields of the run's data with fields of this section: the keyword argument KEY="FIELD" compares
         data.KEY with model.FIELD. Returns an error message for each pair that differs; [] if none does. For use in
-        `conflicts`.
+        `list_conflicts`.
         """
         pairs = ((key, getattr(run.data, key), field, getattr(self, field)) for key, field in fields.items())
         return [
@@ -163,7 +163,7 @@ class SystemConfig(Section):
 
 def list_indivisible_counts(ranks: int, counts: Mapping[str, int]) -> list[str]:
     """Returns an error message for each number in `counts` that cannot be divided by `ranks`; [] if all can. The keys
-    of `counts` say what is counted. For use in `conflicts_among`.
+    of `counts` say what is counted. For use in `list_conflicts_among_ranks`.
     """
     fits = format_divisors(math.gcd(*counts.values()))
     return [
@@ -171,6 +171,39 @@ def list_indivisible_counts(ranks: int, counts: Mapping[str, int]) -> list[str]:
         for what, count in counts.items()
         if count % ranks
     ]
+
+
+_RENAMED = {
+    "completed": "complete_section",
+    "recorded": "complete_saved_section",
+    "without_files": "drop_missing_networks",
+    "conflicts": "list_conflicts",
+    "conflicts_at": "list_conflicts_at_stage",
+    "conflicts_among": "list_conflicts_among_ranks",
+    "with_encoders": "replace_encoders",
+    "workload": "measure_workload",
+    "accepts": "require_usable_source",
+    "decays": "has_weight_decay",
+    "blocks": "list_block_classes",
+    "cannot_draw": "find_drawing_problem",
+    "conditions": "make_conditions",
+    "digest": "compute_figures",
+    "pictures": "make_pictures",
+    "codes": "compute_codes",
+    "identity": "describe_identity",
+    "adapt": "adapt_weights",
+}
+
+
+def require_current_names(name: str, written: type) -> None:
+    """Raises ConfigError if `written`, the Config or the System class of the system `name`, has a method under the name
+    that it had in version 0.2.0. It would never be called.
+    """
+    for old, new in _RENAMED.items():
+        if callable(getattr(written, old, None)):
+            raise ConfigError(
+                f"system: {written.__name__} of {name} has a method `{old}`, which is called `{new}` now: rename it"
+            )
 
 
 class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports, ABC):
@@ -231,13 +264,13 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         """Returns the names of the parts that learn at `step`, in order. By default all."""
         return tuple(self.parts)
 
-    def workload(self, step: int) -> tuple[int, ...]:
+    def measure_workload(self, step: int) -> tuple[int, ...]:
         """Returns a tuple of numbers that is larger for steps that need more operations, and equal only for steps that
         need equally many. By default the number of parts that learn.
         """
         return (len(self.turns(step)),)
 
-    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    def make_conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Returns conditions for `num` samples, {name: tensor (num, ...)}. By default {"label": int64 (num,)}, which
         repeats `labels`, or all classes if `labels` is None; {} if the model has no classes. Raises ConfigError if a
         label is no class.
@@ -261,7 +294,7 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
                 "others, or train with more classes"
             )
 
-    def accepts(self, source: Any) -> None:
+    def require_usable_source(self, source: Any) -> None:
         """Raises ConfigError if the samples of a data source do not fit the model; called before the training starts.
         By default does nothing.
         """
@@ -272,13 +305,13 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         """
         return source.compute_fingerprint()
 
-    def decays(self, name: str, weight: Tensor) -> bool:
+    def has_weight_decay(self, name: str, weight: Tensor) -> bool:
         """Returns whether weight decay applies to the weight `name`. By default it applies to weights of two or more
         axes (matrices, filters), not to biases and gains.
         """
         return weight.ndim >= 2
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         """Returns the classes of the networks' repeated blocks, which are compiled and recomputed one by one; () by
         default. The first argument of a block must be the output of the block before it.
         """
@@ -290,11 +323,11 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         """
         return ()
 
-    def cannot_draw(self) -> str | None:
+    def find_drawing_problem(self) -> str | None:
         """Returns the reason why `sample` cannot be called, with the remedy; None if it can be called."""
         return None if type(self).sample is not System.sample else f"a {type(self).__name__} draws no samples"
 
-    def sampler(self, name: str | None, key: str = "sampler") -> str:
+    def choose_sampler(self, name: str | None, key: str = "sampler") -> str:
         """Returns `name` if it is one of `samplers`. For None returns the last of `samplers`, which is the default, or
         "" if there is no choice. Raises ConfigError, whose message begins with `key`, for any other name.
         """

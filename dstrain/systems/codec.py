@@ -45,7 +45,7 @@ class Codec(Frozen):
         self.eval().requires_grad_(False)
         part = next(iter(system.parts))
         self._nets = {part: self.network}
-        self.fingerprint = hash_network(*system.identity(self._nets))
+        self.fingerprint = hash_network(*system.describe_identity(self._nets))
         self.codebook_size, self.temporal_patch_size = system.codebook_size, system.temporal_patch_size
         batch = system.synthetic(1)
         self.of_videos = "video" in batch
@@ -53,7 +53,7 @@ class Codec(Frozen):
         self.shape, self.channels = tuple(pixels.shape[-3:]), pixels.shape[-3]
         with torch.device("meta"):  # computes shapes and nothing else
             example = {"x_start": torch.empty(pixels.shape), "frames": torch.full((1,), pixels.shape[1])}
-            codes = system.codes({part: system.networks()[part]}, example)
+            codes = system.compute_codes({part: system.networks()[part]}, example)
         self.kind = "tokens" if "tokens" in codes else "latents"
         self.codes_shape = tuple(next(iter(codes.values())).shape[1:])
 
@@ -115,7 +115,7 @@ class Codec(Frozen):
             )
         if frames is None:
             frames = torch.full((len(pixels),), count, device=pixels.device)
-        return self._system.codes(self._nets, {"x_start": pixels, "frames": frames})
+        return self._system.compute_codes(self._nets, {"x_start": pixels, "frames": frames})
 
     @torch.no_grad()
     def decode(self, codes: Tensor) -> Tensor:

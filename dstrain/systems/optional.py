@@ -24,13 +24,13 @@ class Figures:
         """
         return self.evaluate(nets, example)
 
-    def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
+    def compute_figures(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns figures by name, such as the codebook's perplexity, computed from `means`: the curves (K,) of
         `evaluate`, averaged over all held-out samples. {} by default.
         """
         return {}
 
-    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def make_pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns further pictures that training shows, such as reconstructions, {name: uint8 (B, C, H, W) or (B, T, C,
         H, W)}. {} by default.
         """
@@ -62,7 +62,7 @@ class Stateful:
 class Prompted:
     """Samples that begin from texts, pictures or frames."""
 
-    starts_from_data: bool = False  # whether samples or `pictures` need data: reconstruction, upsampling
+    starts_from_data: bool = False  # whether samples or `make_pictures` need data: reconstruction, upsampling
 
     takes_embeddings: int = 0  # width of the image embeddings that samples begin from; 0: of none
     draws_embeddings: int = 0  # width of the embeddings that `sample` draws; 0: it draws pictures
@@ -154,10 +154,10 @@ class FirstStage:
     they draw.
     """
 
-    encodes: bool = False  # whether it has `codes`
-    codebook_size: int | None = None  # number of ids that `codes` may give; None: latents
+    encodes: bool = False  # whether it has `compute_codes`
+    codebook_size: int | None = None  # number of ids that `compute_codes` may give; None: latents
 
-    def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def compute_codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Encodes example["x_start"] without noise, for `dstrain encode`. Returns {"latent_mean", "latent_std":
         float32} or {"tokens": int64}. By default raises ConfigError. The shapes:
 
@@ -173,9 +173,9 @@ class FirstStage:
         """
         raise ConfigError(f"a {type(self).__name__} decodes nothing that others draw")
 
-    def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Returns all that the result of `codes` depends on: a config that JSON can hold, and the weights by name. A
-        hash of both identifies the first stage. By default raises ConfigError.
+    def describe_identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Returns all that the result of `compute_codes` depends on: a config that JSON can hold, and the weights by
+        name. A hash of both identifies the first stage. By default raises ConfigError.
         """
         raise ConfigError(f"a {type(self).__name__} encodes nothing that others learn from")
 
@@ -200,12 +200,12 @@ class Imports:
         return networks
 
     def rename_published(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns the weights of a file that another program has written, under the names that `adapt` takes, and notes
-        for the user. By default returns them unchanged, without notes.
+        """Returns the weights of a file that another program has written, under the names that `adapt_weights` takes,
+        and notes for the user. By default returns them unchanged, without notes.
         """
         return state, []
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt_weights(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Returns weights that another program has saved, fitted to the part's network, and notes for the user on what
         was changed. By default returns a copy without notes.
 
@@ -226,8 +226,8 @@ class Imports:
     def from_diffusers(
         self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]
     ) -> tuple[dict[str, Tensor], list[str]]:
-        """Returns weights that diffusers has saved, under the names that `adapt` takes for the first part, and notes
-        for the user. `diffusers_config` is the content of the config.json beside the weights.
+        """Returns weights that diffusers has saved, under the names that `adapt_weights` takes for the first part, and
+        notes for the user. `diffusers_config` is the content of the config.json beside the weights.
 
         Raises ConfigError if config.json does not fit the recipe. By default always raises it.
         """

@@ -61,7 +61,7 @@ class Utilization:
 
     def _count_step(self, step: int) -> float:
         """Returns the operations of a step over all ranks. Steps of the same turns and workload are counted once."""
-        kind = self._system.turns(step), self._system.workload(step)
+        kind = self._system.turns(step), self._system.measure_workload(step)
         if kind not in self._flops:
             self._flops[kind] = count_step_flops(self._system, self._batch, step, self._train_only)
         return self._flops[kind]

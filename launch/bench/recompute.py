@@ -77,7 +77,7 @@ def measure(system: systems.System, choice: str | int, batch: int) -> Cost:
         networks = system.networks()
     for name, network in networks.items():
         network.to(torch.bfloat16).requires_grad_(name == part)
-        wrap_block_forwards(network, system.blocks(), choice, host=host)
+        wrap_block_forwards(network, system.list_block_classes(), choice, host=host)
     example = {name: value.to("meta") for name, value in system.encode(system.synthetic(batch)).items()}
     weights = (tensor for network in networks.values() for tensor in (*network.parameters(), *network.buffers()))
 

@@ -59,7 +59,7 @@ def tokens_of(system, nets, videos, frames):
     found = []
     for video, count in zip(videos, frames):
         example = {"video": video[None], "frames": torch.tensor([int(count)]), "key": torch.zeros(1, dtype=torch.int64)}
-        found.append(system.codes(nets, system.encode(example))["tokens"])
+        found.append(system.compute_codes(nets, system.encode(example))["tokens"])
     return torch.cat(found)
 
 

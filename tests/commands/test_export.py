@@ -67,7 +67,7 @@ def test_the_folder_is_the_network(tmp_path, trained):
     to_diffusers.save_export(system, nets, tmp_path / "out", lambda: {"scaling_factor": 0.75})
     read = Autoencoder(str(tmp_path / "out"))
     assert (read.scaling_factor, read.vae.config.sample_size, read.image_channels, read.factor) == (0.75, 16, 1, 2)
-    assert read.compute_fingerprint() == hash_network(*system.identity(nets))
+    assert read.compute_fingerprint() == hash_network(*system.describe_identity(nets))
     example = system.encode(system.synthetic(4))
     errors = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", example)
     assert errors.keys() == {"mean", "std", "decoded"} and max(errors.values()) < 1e-6
@@ -377,7 +377,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
     exact, near = (first_stage.open_run(folder, precision=precision) for precision in ("fp32", "bf16"))
-    assert exact.fingerprint == near.fingerprint == hash_network(*system.identity(nets))
+    assert exact.fingerprint == near.fingerprint == hash_network(*system.describe_identity(nets))
     exact, near = (stage.codes({"image": system.synthetic(3)["image"]}) for stage in (exact, near))
     assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)
     with pytest.raises(
@@ -391,7 +391,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
 def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     """Oracle: the fingerprint of the run's own networks, from one part alone and from both; a flipped bit is named."""
     folder, nets = begun(tmp_path, "tiny-vae", DISCRIMINATOR)
-    wanted = hash_network(*systems.build("vae", recipe.load_recipe(folder / "run.yaml").model).identity(nets))
+    wanted = hash_network(*systems.build("vae", recipe.load_recipe(folder / "run.yaml").model).describe_identity(nets))
     for name, part in (("both", None), ("one", "autoencoder")):
         consolidate_weights(Consolidation(folder, tmp_path / name, part=part))
         assert first_stage.open_run(tmp_path / name).fingerprint == wanted

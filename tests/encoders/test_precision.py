@@ -75,5 +75,5 @@ def test_a_first_stage_encodes_as_the_recipe_says(tmp_path, monkeypatch):
     run = recipe.load_recipe(None, ["data.image_size=32", "data.channels=1", "samples.guidance_scale=1"])
     assert any(
         "model.first_stage.precision: tf32 needs a GPU" in line
-        for line in systems.build_config("dit", section).conflicts(run)
+        for line in systems.build_config("dit", section).list_conflicts(run)
     )

@@ -117,8 +117,8 @@ def reference(case: str, encoder: Path) -> tuple[dict[str, Tensor], dict[str, Te
     system = system_of(case, encoder)
     network, losses = network_of(system), []
     felt = {name: torch.ones_like(weight, dtype=torch.bool) for name, weight in network.named_parameters()}
-    matrices = [weight for name, weight in network.named_parameters() if system.decays(name, weight)]
-    others = [weight for name, weight in network.named_parameters() if not system.decays(name, weight)]
+    matrices = [weight for name, weight in network.named_parameters() if system.has_weight_decay(name, weight)]
+    others = [weight for name, weight in network.named_parameters() if not system.has_weight_decay(name, weight)]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.001, betas=(0.9, 0.95))
     for step in range(STEPS):
@@ -142,7 +142,11 @@ class Trial:
         self.run, self.system = recipe(case), system_of(case, encoder)
         settings = resolve({"zero_optimization": {"stage": stage}}, self.run, group.world(), "cpu")
         self.engines = engines_for(
-            lambda: {"denoiser": network_of(self.system)}, self.run, settings, self.system.decays, self.system.blocks()
+            lambda: {"denoiser": network_of(self.system)},
+            self.run,
+            settings,
+            self.system.has_weight_decay,
+            self.system.list_block_classes(),
         )
         ema = EmaShadow(self.engines.masters, self.run.ema, ("denoiser",))
         self.saves = Checkpoints(folder, self.engines, ema, self.system, report=lambda line: None)

@@ -118,7 +118,7 @@ def main(folder: Path, cases: list[list], backend: str) -> None:
                 "cpu",
             )
             torch.manual_seed(0)
-            engines = engines_for(system.networks, run, settings, system.decays, system.blocks())
+            engines = engines_for(system.networks, run, settings, system.has_weight_decay, system.list_block_classes())
             losses[way] = train(system, engines)
             state[way] = torch.cat(
                 [flat.detach().flatten() for masters in engines.masters.values() for flat in masters.flats]
@@ -177,7 +177,7 @@ def learn(folder: Path, recompute: str | int, zero: dict[str, int]) -> dict[str,
     """The weights of a DiT after a few steps with eager blocks."""
     run, system = build(folder, "dit", 0, recompute, [f"batch.global={BATCH * group.world()}", "compile=off"])
     settings = resolve({"zero_optimization": zero}, run, group.world(), "cpu")
-    engines = engines_for(system.networks, run, settings, system.decays, system.blocks())
+    engines = engines_for(system.networks, run, settings, system.has_weight_decay, system.list_block_classes())
     for part in engines:  # biases and gates of zero would hide a mistake
         torch.manual_seed(0)
         shapes = engines.collect_weight_shapes(part).items()

@@ -82,7 +82,9 @@ class Trial:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 3000}
         self.system = systems.build("phenaki", self.run.model)
         settings = resolve(config, self.run, group.world(), "cpu")
-        self.engines = engines_for(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
+        self.engines = engines_for(
+            self.system.networks, self.run, settings, self.system.has_weight_decay, self.system.list_block_classes()
+        )
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system)
         self.batches = Micros(batch, micro)
@@ -127,8 +129,8 @@ def reference(critic: str) -> tuple[dict, dict]:
         network.load_state_dict(dict(draw_initial_weights(network, SEED)))
         named = list(network.named_parameters())
         groups = [
-            {"params": [p for n, p in named if system.decays(n, p)], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for n, p in named if not system.decays(n, p)], "weight_decay": 0.0},
+            {"params": [p for n, p in named if system.has_weight_decay(n, p)], "weight_decay": WEIGHT_DECAY},
+            {"params": [p for n, p in named if not system.has_weight_decay(n, p)], "weight_decay": 0.0},
         ]
         optimizers[part] = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.99), eps=EPS)
         shadows[part] = {name: weight.detach().clone() for name, weight in named}

@@ -97,7 +97,11 @@ def trained(form: str, stage: int, micro: int, bf16: bool = False) -> dict:
         config["bf16"] = {"enabled": True}
     system = systems.build("phenaki.tokenizer", model(form))
     engines = engines_for(
-        system.networks, run, resolve(config, run, group.world(), "cpu"), system.decays, system.blocks()
+        system.networks,
+        run,
+        resolve(config, run, group.world(), "cpu"),
+        system.has_weight_decay,
+        system.list_block_classes(),
     )
     seen = []
     tracker = SimpleNamespace(add_terms=lambda part, terms: seen.append((part, terms["loss"].item())))

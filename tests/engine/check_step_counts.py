@@ -108,7 +108,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     words += [f"batch.global={WORLD * accumulation}", "batch.micro=1", f"folder={folder / 'run'}"]
     job = prepare_job(JobOptions(ROOT / "tests" / "launch" / f"{recipe}.yaml", config, tuple(words)), WORLD, "cuda")
     run, system = job.run, systems.build(job.run.system, job.run.model)
-    engines = engines_for(system.networks, run, job.settings, system.decays, system.blocks())
+    engines = engines_for(system.networks, run, job.settings, system.has_weight_decay, system.list_block_classes())
     ema, course = EmaShadow(engines.masters, run.ema, system.averaged), Divergence(run.faults)
     batches = Repeated(system, 1, accumulation)
     update = Counter()

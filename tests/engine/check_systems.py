@@ -176,7 +176,7 @@ class Trial:
         self.run, self.settings = job.run, job.settings
         self.system = systems.build(self.run.system, self.run.model)
         self.engines = engines_for(
-            self.system.networks, self.run, job.settings, self.system.decays, self.system.blocks()
+            self.system.networks, self.run, job.settings, self.system.has_weight_decay, self.system.list_block_classes()
         )
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(

@@ -76,7 +76,9 @@ class Trial:
             config["zero_optimization"] |= {"stage3_param_persistence_threshold": 40, "sub_group_size": 3000}
         self.system = systems.build("vae", MODEL)
         settings = resolve(config, self.run, group.world(), "cpu")
-        self.engines = engines_for(self.system.networks, self.run, settings, self.system.decays, self.system.blocks())
+        self.engines = engines_for(
+            self.system.networks, self.run, settings, self.system.has_weight_decay, self.system.list_block_classes()
+        )
         self.ema = EmaShadow(self.engines.masters, self.run.ema, self.system.averaged)
         self.saves = Checkpoints(folder, self.engines, self.ema, self.system)
         self.batches, self.seen, self.applied = Micros(batch, micro), [], []

@@ -172,7 +172,7 @@ def test_token_ids_of_a_run(tmp_path):
     cache = Latents(out)
     assert cache.index["statistics"]["largest"] < 16 and len(cache) == 500
     for side, x in enumerate((pixels, pixels.flip(-1))):
-        expected = system.codes(nets, system.encode({"image": x}))["tokens"]
+        expected = system.compute_codes(nets, system.encode({"image": x}))["tokens"]
         assert torch.equal(cache.read_codes(torch.arange(20), torch.full((20,), bool(side)))["tokens"], expected)
     index = encode_data(EncodeOptions(tmp_path / "again", run=tmp_path / "x", split="held_out", batch=20))
     assert index["encoding"]["codebook_size"] == 16

@@ -41,7 +41,7 @@ def folders(tmp_path_factory, system):
     names = {id(weight): name for name, weight in network.named_parameters()}
     groups = [
         {"names": [names[id(weight)] for weight in group["params"]], "weight_decay": group["weight_decay"]}
-        for group in make_parameter_groups(network, choice, system.decays, system.blocks())
+        for group in make_parameter_groups(network, choice, system.has_weight_decay, system.list_block_classes())
     ]
     for stage in check_universal.STAGES:
         (at := folder / str(stage)).mkdir()

@@ -33,7 +33,7 @@ class Copies(System):
     def networks(self) -> dict[str, nn.Module]:
         return {"net": nn.Linear(1, 1)}
 
-    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    def make_conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         return {"label": torch.arange(num) % 10}
 
     def synthetic(self, batch_size: int) -> Batch:
@@ -218,7 +218,7 @@ def test_what_cannot_be_measured_is_refused(tmp_path, system, sections, message)
 
 
 class Unlabelled(Copies):
-    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    def make_conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         return {}
 
 

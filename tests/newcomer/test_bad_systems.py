@@ -155,26 +155,36 @@ BROKEN = {
         "no of denoiser has no elements",
     ),
     "a state that cannot come back": (
-        "    def blocks(self)",
-        "    def state_dict(self):\n        return {'count': torch.ones(1)}\n\n    def blocks(self)",
+        "    def list_block_classes(self)",
+        "    def state_dict(self):\n        return {'count': torch.ones(1)}\n\n    def list_block_classes(self)",
         "what state_dict returns is refused by load_state_dict: EDM keeps no state",
     ),
     "a state of numbers": (
-        "    def blocks(self)",
-        "    def state_dict(self):\n        return {'count': 1}\n\n    def blocks(self)",
+        "    def list_block_classes(self)",
+        "    def state_dict(self):\n        return {'count': 1}\n\n    def list_block_classes(self)",
         "state_dict returns something else than a dict of tensors",
     ),
     "figures that are no numbers": (
         EVALUATE,
         'return {"loss": self.losses(nets, example), "use": example["x_start"].flatten(1)}\n\n'
-        "    def digest(self, means):\n        return means",
-        "digest returns something else than a dict of numbers",
+        "    def compute_figures(self, means):\n        return means",
+        "compute_figures returns something else than a dict of numbers",
+    ),
+    "a method under its name of before": (
+        "    def list_block_classes(self)",
+        "    def blocks(self)",
+        "EDM of strange has a method `blocks`, which is called `list_block_classes` now: rename it",
+    ),
+    "a hook of the section under its name of before": (
+        "    def complete_section(cls",
+        "    def completed(cls",
+        "Config of strange has a method `completed`, which is called `complete_section` now: rename it",
     ),
     "pictures beside samples": (
         SAMPLERS,
-        SAMPLERS + "\n    starts_from_data, generates = True, False\n\n    def pictures(self, nets, example):\n"
+        SAMPLERS + "\n    starts_from_data, generates = True, False\n\n    def make_pictures(self, nets, example):\n"
         '        return {"data": example["x_start"]}',
-        "pictures returns data as torch.float32 (2, 1, 16, 16) for 2 samples: return uint8",
+        "make_pictures returns data as torch.float32 (2, 1, 16, 16) for 2 samples: return uint8",
     ),
 }
 

@@ -40,7 +40,7 @@ def keep(name: str) -> list[int]:
         networks = system.networks()
     part, network = next(iter(networks.items()))
     network.to(torch.bfloat16)
-    wrap_block_forwards(network, system.blocks(), run.model.get("recompute", "none"))
+    wrap_block_forwards(network, system.list_block_classes(), run.model.get("recompute", "none"))
     example = {name: value.to("meta") for name, value in system.encode(system.synthetic(1)).items()}
     present = [*example.values(), *network.parameters(), *network.buffers()]
     sizes = []

@@ -64,7 +64,7 @@ class Sums(System):
         values = torch.stack((tripled, label, request.seeds // 7, torch.full_like(label, told)), 1)
         return (values % 256).to(torch.uint8).view(-1, 1, 2, 2)
 
-    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def make_pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         return {"tripled": nets["net"](example["x_start"]).to(torch.uint8).view(-1, 1, 1, 1)}
 
     def synthetic(self, batch_size: int) -> Batch:

@@ -48,7 +48,7 @@ class Counting(System):
     def encode(self, batch: Batch) -> dict[str, Tensor]:
         return dict(batch)
 
-    def pictures(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
+    def make_pictures(self, nets: Nets, example: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"inverted": 255 - example["video"]}
 
     def synthetic(self, batch_size: int) -> Batch:

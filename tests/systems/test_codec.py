@@ -138,9 +138,9 @@ def test_what_is_known_of_it(exported):
     )
     assert facts == FACTS[kind] and codec.channels == codec.shape[0]
     example = system.encode(system.synthetic(2))
-    assert next(iter(system.codes(nets, example).values())).shape[1:] == codec.codes_shape
+    assert next(iter(system.compute_codes(nets, example).values())).shape[1:] == codec.codes_shape
     assert (codec.path, codec.run.system, codec.key) == (str(folder), SECTIONS[kind][0], "tokenizer.path")
-    assert codec.fingerprint == hash_network(*system.identity(nets))
+    assert codec.fingerprint == hash_network(*system.describe_identity(nets))
 
 
 def test_it_stays_frozen(exported):
@@ -163,7 +163,7 @@ def test_a_consolidated_run(tmp_path):
     system, nets = trained(tmp_path / "run", "kl")
     for name, part, size in (("both", None, 10**9), ("one", "autoencoder", 10**9), ("files", "autoencoder", 2000)):
         consolidate_weights(Consolidation(tmp_path / "run", tmp_path / name, part=part, shard_size=size))
-        assert Codec.load(tmp_path / name).fingerprint == hash_network(*system.identity(nets))
+        assert Codec.load(tmp_path / name).fingerprint == hash_network(*system.describe_identity(nets))
     assert len(list((tmp_path / "files").glob("*.safetensors"))) > 1
     consolidate_weights(Consolidation(tmp_path / "run", tmp_path / "teacher", part="discriminator"))
     with pytest.raises(ConfigError, match="does not hold the weights of autoencoder"):

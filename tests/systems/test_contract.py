@@ -84,7 +84,7 @@ def test_networks_are_the_parts(system):
 def test_blocks_occur(system):
     """Oracle: the modules of the networks."""
     kinds = {type(module) for network in system.networks().values() for module in network.modules()}
-    assert set(system.blocks()) <= kinds
+    assert set(system.list_block_classes()) <= kinds
 
 
 def test_every_owner_resets_all_it_owns(system):
@@ -185,7 +185,7 @@ def test_recompute(system, choice):
     for recompute in ("none", choice):
         nets = networks(system)
         for network in nets.values():
-            wrap_block_forwards(network, system.blocks(), recompute)
+            wrap_block_forwards(network, system.list_block_classes(), recompute)
         example = system.encode(system.synthetic(2))
         for part in system.parts:
             system.loss(part, nets, example)["loss"].backward()
@@ -231,11 +231,11 @@ def test_sample(case, system):
 def test_pictures(system):
     """Oracle: the same samples shown alone; one grey level is rounding of the network in another batch shape."""
     nets, batch = networks(system), system.synthetic(4)
-    whole = system.pictures(nets, system.encode(batch))
+    whole = system.make_pictures(nets, system.encode(batch))
     for name, images in whole.items():
         assert images.dtype == torch.uint8 and len(images) == 4 and images.ndim in (4, 5)
         for number in range(4):
-            alone = system.pictures(nets, system.encode(take(batch, slice(number, number + 1))))[name]
+            alone = system.make_pictures(nets, system.encode(take(batch, slice(number, number + 1))))[name]
             assert int((alone[0].int() - images[number].int()).abs().max()) <= 1
 
 
@@ -266,14 +266,14 @@ def test_decay(system):
             above, _, leaf = name.rpartition(".")
             matrix = leaf == "weight" and weight.ndim >= 2 and "Norm" not in type(owners[above]).__name__
             expected = matrix and not any(word in SINGLE_VECTORS for word in above.split("."))
-            assert system.decays(name, weight) is expected, name
+            assert system.has_weight_decay(name, weight) is expected, name
             decays.add(expected)
         assert decays == {True, False}
 
 
 def test_compile_of_blocks(system):
     """Oracle: the eager block; fullgraph, so that no graph break hides. Compiled training: engine/test_blocks.py."""
-    block, nets = system.blocks(), networks(system)
+    block, nets = system.list_block_classes(), networks(system)
     for network in nets.values():
         module = next((module for module in network.modules() if isinstance(module, block)), None)
         if module is None:

@@ -191,7 +191,7 @@ def test_shared_networks_are_the_networks(tmp_path, world, teams):
 
 
 def conflicts(name: str, ranks: int, **model) -> list[str]:
-    return systems.build_config(name, model).conflicts_among(ranks)
+    return systems.build_config(name, model).list_conflicts_among_ranks(ranks)
 
 
 def test_what_ranks_cannot_share_is_named():
@@ -225,5 +225,5 @@ def test_what_ranks_cannot_share_is_named():
     words = {"token_shape": [1, 6, 5], "codebook_size": 8, "heads": 6, "dim": 20, "unconditional": True}
     assert len(conflicts("phenaki", 3, **words)) == 1 and conflicts("phenaki", 3, **words, peg=False) == []
     for name in ("iddpm", "vae", "prior"):
-        (text,) = systems.find_config_class(name).model_construct().conflicts_among(2)
+        (text,) = systems.find_config_class(name).model_construct().list_conflicts_among_ranks(2)
         assert text.startswith("parallel.sequence=2: ") and text.endswith("write parallel.sequence=1")

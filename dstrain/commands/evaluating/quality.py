@@ -157,7 +157,7 @@ def _open_and_describe_measured_images(options: EvaluateOptions, run: Run | None
         assert options.images is not None
         return open_image_set(options.images, "--images"), {"step": 0, "weights": {}, "split": "all"}
     system = systems.build(run.system, run.model)
-    if problem := system.cannot_draw():
+    if problem := system.find_drawing_problem():
         raise ConfigError(f"{options.folder} trains {run.system}, which cannot draw: {problem}")
     if system.takes_embeddings:
         raise ConfigError(
@@ -169,7 +169,9 @@ def _open_and_describe_measured_images(options: EvaluateOptions, run: Run | None
     if system.draws_embeddings:
         raise ConfigError(f"{options.folder} draws embeddings, and metrics are of pictures: leave out --metrics")
     source = _open_images_to_enlarge(options, run) if system.starts_from_data else None
-    sampler = system.sampler(*((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler")))
+    sampler = system.choose_sampler(
+        *((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler"))
+    )
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
     kinds = trained.choose_weights_kinds(
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw

@@ -87,7 +87,7 @@ class Drawn(Images):
         tuple, or None if the system takes no labels}.
         """
         images, _ = source.read_batch(torch.arange(first_row, first_row + count))
-        labels = tuple(images["label"].tolist()) if "label" in self.system.conditions(1) else None
+        labels = tuple(images["label"].tolist()) if "label" in self.system.make_conditions(1) else None
         return {"images": images["image"], "labels": labels}
 
 

@@ -188,7 +188,7 @@ class Config(Fields):
             self.require_matching_cached_texts(self.codes.text, self.codes.text_encoder)
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
+    def complete_section(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """Returns the recipe's section `model` with values for fields that it leaves out:
 
         from the data   image_size, in_channels, and frames and height of clips.
@@ -233,7 +233,7 @@ class Config(Fields):
         return {**from_data, **model, **replaced, **({"first_stage": first_stage} if first_stage else {})}
 
     @classmethod
-    def without_files(cls, run: Run) -> tuple[Run, str]:
+    def drop_missing_networks(cls, run: Run) -> tuple[Run, str]:
         stage, align = run.model.get("first_stage"), run.model.get("align")
         path = stage.get("path") if isinstance(stage, dict) else None
         here = is_available_offline(path) or run.data.buckets
@@ -255,8 +255,8 @@ class Config(Fields):
             f"{side} x {side}, and the autoencoder is not counted"
         )
 
-    def conflicts(self, run: Run) -> list[str]:
-        problems, samples = self.unequal(run, image_size="image_size"), run.samples
+    def list_conflicts(self, run: Run) -> list[str]:
+        problems, samples = self.list_unequal_fields(run, image_size="image_size"), run.samples
         problems += list_clip_conflicts(self.video, run, self.image_size) + list_lora_conflicts(self.lora, run)
         if self.objective == "flow":
             problems += self.flow.list_strata_conflicts(run.batch.global_)
@@ -301,7 +301,7 @@ class Config(Fields):
             problems += filter(None, [find_precision_problem(self.align.precision, "model.align.precision")])
         return problems
 
-    def conflicts_among(self, ranks: int) -> list[str]:
+    def list_conflicts_among_ranks(self, ranks: int) -> list[str]:
         shape, counts = self.get_network_shape(), {}
         for size in (None, *(self.sizes or ())):
             what = "an image" if size is None else f"{size[0]} x {size[1]} pixels"
@@ -330,12 +330,12 @@ class Config(Fields):
         return problems
 
     @classmethod
-    def with_encoders(
+    def replace_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
         if text_encoder is not None and model.get("condition") == "text":
             model, text_encoder = replace_text_encoder(model, text_encoder, True), None
-        return super().with_encoders(model, text_encoder, tokenizer)
+        return super().replace_encoders(model, text_encoder, tokenizer)
 
     def make_network_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments with which DiT builds the network of this section."""

@@ -161,7 +161,7 @@ class DiTSystem(System):
             self.alignment.begin_step(step)
         return super().turns(step)
 
-    def workload(self, step: int) -> tuple[int, ...]:
+    def measure_workload(self, step: int) -> tuple[int, ...]:
         frames = self.config.video.count_frames_at_step(step) if self.config.video else 1
         return 1, frames, int(self.alignment is not None and self.alignment.is_active_at_step(step))
 
@@ -221,12 +221,12 @@ class DiTSystem(System):
         whole = self.config.reads_text_padding
         return {name: value for name, value in arguments.items() if name != "mask" or not whole}
 
-    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    def make_conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Returns conditions by name for `num` samples, (num, ...) each: null texts if the model reads texts, else what
-        System.conditions returns. A model of texts raises ConfigError if labels are given, or if it has no null text.
+        System.make_conditions returns. Raises ConfigError if a model of texts is given labels, or has no null text.
         """
         if not self.takes_texts:
-            return super().conditions(num, labels)
+            return super().make_conditions(num, labels)
         if labels is not None:
             raise ConfigError(
                 f"labels: {list(labels)} mean nothing to a model of texts; leave them out, and give texts (--prompts "
@@ -262,7 +262,7 @@ class DiTSystem(System):
         found = [condition.make_conditions_from_images(images) for condition in self.network_conditions]
         return next(filter(None, found), None) or super().conditions_from(images)
 
-    def accepts(self, source: Any) -> None:
+    def require_usable_source(self, source: Any) -> None:
         """Raises ConfigError if the data source lacks the embeddings, texts or features that the model reads, or has
         some of another width. Prints a warning if tokens are routed and an image has fewer than 1,000 tokens.
         """
@@ -279,11 +279,11 @@ class DiTSystem(System):
             for condition in self.network_conditions:
                 condition.make_example_tensors(batch)
 
-    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def make_pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"data": uint8 (B, C, H, W)}, the example's images decoded from x_start, for a model that draws from
         image embeddings. Returns {} for other models, and if no autoencoder decodes the latents.
         """
-        if not self.config.embedding_dim or self.cannot_draw():
+        if not self.config.embedding_dim or self.find_drawing_problem():
             return {}
         return {"data": self._decode_to_uint8(example["x_start"])}
 
@@ -300,9 +300,9 @@ class DiTSystem(System):
         chain has, for guidance of a model trained without dropped conditions, and for a size that patches do not
         divide.
         """
-        if problem := self.cannot_draw():
+        if problem := self.find_drawing_problem():
             raise ConfigError(problem)
-        steps = self.sampler(request.sampler), request.num_steps, request.spacing, request.eta
+        steps = self.choose_sampler(request.sampler), request.num_steps, request.spacing, request.eta
         shape, prime = self.config.get_input_shape(request.size, request.num_frames), request.conditions.get(PRIME)
         if prime is not None:
             request = self._add_given_frames(request, prime, shape)
@@ -337,7 +337,7 @@ class DiTSystem(System):
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
             self.config.get_input_shape(samples.size)
-        choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
+        choose_eta(self.choose_sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.require_known_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
@@ -385,7 +385,7 @@ class DiTSystem(System):
             active=samplers.make_guidance_mask_function(request.guidance_interval, self.process.compute_noise_ratio),
         )
 
-    def cannot_draw(self) -> str | None:
+    def find_drawing_problem(self) -> str | None:
         if self.config.codes and not self.first_stage:
             return (
                 "first_stage: these are latents, and no autoencoder decodes them; set model.first_stage.path to "
@@ -393,7 +393,7 @@ class DiTSystem(System):
             )
         return None
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
+    def adapt_weights(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Returns weights fitted to the network, and notes on what was changed; see weights.adapt_weights. Leaves out a
         null text in the file if null_text=encoder. Computes the table of positions anew if sines_within is set and the
         file's table is for another number of patches. A learned null text that the file lacks begins as the encoder's
@@ -459,14 +459,14 @@ class DiTSystem(System):
             weights.require_expressible_in_diffusers(self.config)
         self.process.make_diffusers_scheduler_arguments(velocities=not self.config.block.joint)
 
-    def decays(self, name: str, weight: Tensor) -> bool:
+    def has_weight_decay(self, name: str, weight: Tensor) -> bool:
         """Returns whether weight decay applies to the parameter `name`. It applies to those of two or more axes, except
         learned tokens, the table of the positions of words, and adaLN-single's tables of shifts, scales and gates.
         """
         tokens = ("_tokens.tokens", "_tokens.places.weight", "_tokens.null.weight", "adaLN_modulation.table")
-        return super().decays(name, weight) and not name.endswith(tokens)
+        return super().has_weight_decay(name, weight) and not name.endswith(tokens)
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         return (JointBlock if self.config.block.joint else Block,)
 
     def frozen(self) -> tuple[nn.Module, ...]:

@@ -328,7 +328,7 @@ def draw_reference_outputs(system: DiTSystem, nets: Mapping[str, nn.Module]) -> 
         _make_trained_predictor(system, nets), arguments, null, _choose_example_guidance_scale(system), channels
     )
     x = system.process.sample_like_diffusers(network, noise)
-    if system.cannot_draw():  # latents that no autoencoder decodes
+    if system.find_drawing_problem():  # latents that no autoencoder decodes
         return x
     return convert_to_uint8(system.first_stage.decode(x) if system.first_stage else x)
 

@@ -194,14 +194,14 @@ class Config(SystemConfig):
                 )
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
+    def complete_section(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """Returns the recipe's section `model` with image_size and in_channels filled in from the data, where the
         section leaves them out. Always sets `sizes` to data.buckets.
         """
         return {"image_size": run.data.image_size, "in_channels": run.data.channels, **model, "sizes": run.data.buckets}
 
-    def conflicts(self, run: Run) -> list[str]:
-        problems, samples = self.unequal(run, image_size="image_size", channels="in_channels"), run.samples
+    def list_conflicts(self, run: Run) -> list[str]:
+        problems, samples = self.list_unequal_fields(run, image_size="image_size", channels="in_channels"), run.samples
         problems += list_lora_conflicts(self.lora, run)
         if self.objective == "flow":
             problems += self.flow.list_strata_conflicts(run.batch.global_)

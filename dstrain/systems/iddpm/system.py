@@ -183,7 +183,7 @@ class IDDPMSystem(System):
         Raises ConfigError if low_res is missing or has another shape, for unknown labels, for a sampler that the
         process does not have, for more steps than the chain has, and for guidance of a model without a null label.
         """
-        sampler, steps = self.sampler(request.sampler), (request.num_steps, request.spacing, request.eta)
+        sampler, steps = self.choose_sampler(request.sampler), (request.num_steps, request.spacing, request.eta)
         conditions = dict(request.conditions)
         if self.config.class_cond:
             conditions.setdefault("label", request.seeds % self.config.num_classes)
@@ -205,7 +205,7 @@ class IDDPMSystem(System):
         super().check_sampling(samples)
         with reword_errors("--size or samples.size: "):
             self.config.get_image_shape(samples.size)
-        choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
+        choose_eta(self.choose_sampler(samples.sampler, "samples.sampler"), samples.eta)
         self.process.require_known_spacing(samples.spacing)
 
     def conditions_from(self, images: Tensor) -> dict[str, Tensor]:
@@ -226,7 +226,7 @@ class IDDPMSystem(System):
             )
         return {"low_res": pixels}
 
-    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def make_pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"low_res": uint8 (N, C, H, W)} for super-resolution: the small pictures from which samples begin,
         enlarged to image_size without smoothing. Returns {} for other models.
         """
@@ -250,7 +250,7 @@ class IDDPMSystem(System):
         if shape != expected:
             raise ConfigError(f"low_res: {shape} where the request's seeds and small_size need {expected}")
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
+    def adapt_weights(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Returns the state dict with its label table fitted to the network, and notes for the user; see
         weights.adapt_weights.
         """
@@ -268,7 +268,7 @@ class IDDPMSystem(System):
         if self.diffusion is None:
             raise ConfigError("objective: the pipelines of a UNet draw by a chain alone; take --format safetensors")
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         return (ResBlock, AttentionBlock)
 
     def synthetic(self, batch_size: int) -> Batch:

@@ -177,7 +177,7 @@ class Config(SystemConfig, ReadsTexts):
             )
 
     @classmethod
-    def recorded(cls, model: dict[str, Any]) -> dict[str, Any]:
+    def complete_saved_section(cls, model: dict[str, Any]) -> dict[str, Any]:
         """Returns `model`, the section of a saved run.yaml. If it is of an older version, which wrote no critic_labels,
         adds the choices that this version had made.
         """
@@ -187,7 +187,7 @@ class Config(SystemConfig, ReadsTexts):
         return {**model, "decoding": decoding, "critic_labels": "replaced" if model.get("critic") else "masked"}
 
     @classmethod
-    def without_files(cls, run: Run) -> tuple[Run, str]:
+    def drop_missing_networks(cls, run: Run) -> tuple[Run, str]:
         """Leaves out the tokenizer and the text encoder, each if its files are missing on this machine and cached
         tokens or encodings replace it. Returns the run, and a note for the user that names what is left out, or "".
         """
@@ -207,7 +207,7 @@ class Config(SystemConfig, ReadsTexts):
         )
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
+    def complete_section(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """Fills in the fields that the section `model` leaves out, from the tokenizer and the cache. Returns the
         section. Its field `codes` always describes the cache of these data; None without cached tokens. Raises
         ConfigError if there are no cached tokens and neither a tokenizer nor token_shape is given.
@@ -241,7 +241,7 @@ class Config(SystemConfig, ReadsTexts):
         index = codes.model_dump(include=set(Codes.model_fields)) if cached else None
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})
 
-    def conflicts_among(self, ranks: int) -> list[str]:
+    def list_conflicts_among_ranks(self, ranks: int) -> list[str]:
         """Returns an error message for each number that cannot be divided by `ranks`, the ranks that would share a
         clip's tokens: rows of tokens, heads, and with `peg` channels. [] if all can.
         """
@@ -250,7 +250,7 @@ class Config(SystemConfig, ReadsTexts):
             counts["channels, dim"] = self.dim
         return list_indivisible_counts(ranks, counts)
 
-    def conflicts(self, run: Run) -> list[str]:
+    def list_conflicts(self, run: Run) -> list[str]:
         """Returns an error message for each conflict with the rest of the recipe, mostly with its section `samples`; []
         if there are none.
         """
@@ -284,7 +284,7 @@ class Config(SystemConfig, ReadsTexts):
         return problems
 
     @classmethod
-    def with_encoders(
+    def replace_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
         """Returns the section `model` with another text encoder and another tokenizer, given by folder or name; None

@@ -101,7 +101,7 @@ class PhenakiSystem(System):
             example["real"] = mark_latent_frames_without_padding(frames, self.temporal_patch_size, shape[0])
         return example | self.texts.make_batch_inputs(batch)
 
-    def accepts(self, source: Any) -> None:
+    def require_usable_source(self, source: Any) -> None:
         """Encodes the first clip of a data source as a check. Raises ConfigError if captions are missing, if tokens or
         texts do not fit the model, or if the tokenizer or text encoder is missing or does not fit.
         """
@@ -129,13 +129,13 @@ class PhenakiSystem(System):
         ConfigError if the recipe names no tokenizer, or the tokenizer does not fit the model.
         """
         if self._tokenizer is None:
-            if problem := self.cannot_draw():
+            if problem := self.find_drawing_problem():
                 raise ConfigError(problem)
             self._tokenizer = codec.load_tokenizer(self.config.tokenizer.path)
             codec.require_fitting_tokenizer(self._tokenizer, self.config)
         return self._tokenizer if device is None else self._tokenizer.to(device)
 
-    def cannot_draw(self) -> str | None:
+    def find_drawing_problem(self) -> str | None:
         """Returns an error message if the recipe names no tokenizer, which decodes samples; else None."""
         if self.config.tokenizer is None:
             return (
@@ -152,7 +152,7 @@ class PhenakiSystem(System):
         self._cut = compute_last_kept_frame(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
-    def workload(self, step: int) -> tuple[int, ...]:
+    def measure_workload(self, step: int) -> tuple[int, ...]:
         """Returns three numbers for `step`: the parts that learn, the latent frames of a clip, and the latent frames
         that may be masked. A larger tuple means more operations.
         """
@@ -370,7 +370,7 @@ class PhenakiSystem(System):
             )
 
         criticize = None
-        led_by_critic = self.sampler(request.sampler) == "critic"
+        led_by_critic = self.choose_sampler(request.sampler) == "critic"
         if led_by_critic and self.config.critic == "self":
 
             def criticize(tokens):
@@ -395,7 +395,7 @@ class PhenakiSystem(System):
             criticize,
         )
 
-    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    def make_conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         """Returns the text inputs of `num` empty texts, {name: tensor (num, ...)}. Raises ConfigError if `labels` are
         given, since the model knows no classes, or if the model reads texts and has no null text.
         """
@@ -430,13 +430,13 @@ class PhenakiSystem(System):
         self.get_tokenizer().require_image_shape(tuple(video.shape[2:]))
         return {"prime": video}
 
-    def decays(self, name: str, weight: Tensor) -> bool:
+    def has_weight_decay(self, name: str, weight: Tensor) -> bool:
         """Returns whether weight decay applies to the weight `name`: to matrices and filters, but not to embeddings of
         positions or of the null text.
         """
         return weight.ndim >= 2 and not any(part in name for part in ("positions.", "places.", "null."))
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         """Returns the class of the transformers' blocks."""
         return (TransformerBlock,)
 

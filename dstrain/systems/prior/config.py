@@ -193,7 +193,7 @@ class Config(SystemConfig):
         own = self.lucidrains.image_cond_drop_prob
         return self.text_cond_drop_prob if own is None else own
 
-    def conflicts(self, run: Run) -> list[str]:
+    def list_conflicts(self, run: Run) -> list[str]:
         problems = []
         if run.samples.num_steps > self.timesteps:
             problems.append(
@@ -207,7 +207,7 @@ class Config(SystemConfig):
         return problems
 
     @classmethod
-    def without_files(cls, run: Run) -> tuple[Run, str]:
+    def drop_missing_networks(cls, run: Run) -> tuple[Run, str]:
         encoder = run.model.get("text_encoder")
         if is_available_offline(encoder):
             return run, ""
@@ -216,12 +216,12 @@ class Config(SystemConfig):
         )
 
     @classmethod
-    def with_encoders(
+    def replace_encoders(
         cls, model: dict[str, Any], text_encoder: str | None = None, tokenizer: str | None = None
     ) -> dict[str, Any]:
         if text_encoder is not None:
             model = {**model, "text_encoder": text_encoder}
-        return super().with_encoders(model, tokenizer=tokenizer)
+        return super().replace_encoders(model, tokenizer=tokenizer)
 
     def make_network_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments with which the network of this section is built: those of LucidrainsPrior if

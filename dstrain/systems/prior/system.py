@@ -91,7 +91,7 @@ class PriorSystem(System):
             ]
         return example
 
-    def accepts(self, source: Any) -> None:
+    def require_usable_source(self, source: Any) -> None:
         """Encodes the first pair of the data source as a test. Raises ConfigError if the pair's widths differ from the
         model's, or if it lacks texts. Raises ConfigError, too, if a text encoder is needed and model.text_encoder names
         none.
@@ -304,7 +304,7 @@ class PriorSystem(System):
         x = draw_normal("start")  # (count * N, D)
         if self.config.init_image_embed_l2norm:
             x = self._rescale_to_data_norm(x)
-        sampler, noise = self.sampler(request.sampler), lambda i: draw_normal(f"noise/{i}")
+        sampler, noise = self.choose_sampler(request.sampler), lambda i: draw_normal(f"noise/{i}")
         spacing = request.spacing or ("linspace" if sampler == "ddim" else None)
         timesteps = samplers.choose_timesteps(self.diffusion, sampler, request.num_steps, spacing)
         x = samplers.sample_chain(self.diffusion, network, x, noise, sampler, timesteps, request.eta, progress=progress)
@@ -314,7 +314,7 @@ class PriorSystem(System):
 
     def check_sampling(self, samples: Samples) -> None:
         super().check_sampling(samples)
-        choose_eta(self.sampler(samples.sampler, "samples.sampler"), samples.eta)
+        choose_eta(self.choose_sampler(samples.sampler, "samples.sampler"), samples.eta)
 
     def _make_guided_network(self, nets: Nets, conditions: dict[str, Tensor], request: Request) -> Network:
         """Returns a function of x_t and t that returns the denoiser's output for these conditions, with classifier-free
@@ -420,7 +420,7 @@ class PriorSystem(System):
             else self.get_text_encoder(torch.device("cpu")).describe_cut(texts, what)
         )
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
+    def adapt_weights(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Returns weights fitted to the network, and notes on what was changed; see weights.adapt_weights."""
         return weights.adapt_weights(state, self.build_part_on_meta(part), self.config, self.mean, self.std)
 
@@ -434,13 +434,13 @@ class PriorSystem(System):
     def require_expressible(self) -> None:
         weights.require_expressible_in_diffusers(self.config)
 
-    def decays(self, name: str, weight: Tensor) -> bool:
+    def has_weight_decay(self, name: str, weight: Tensor) -> bool:
         """Returns whether weight decay applies to the weight `name`: True for matrices of linear layers and tables of
         embeddings; False for all others, such as positions, the learned query and null inputs.
         """
         return weight.ndim >= 2 and name.endswith("weight")
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         return (PriorBlock if self.config.lucidrains is None else LucidrainsBlock,)
 
     def synthetic(self, batch_size: int) -> Batch:

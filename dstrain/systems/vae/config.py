@@ -210,18 +210,18 @@ class Config(SystemConfig):
         return self.channels, self.image_size, self.image_size
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
+    def complete_section(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """Fills in image_size and channels from the data if the section `model` leaves them out. Returns the
         section.
         """
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
-    def conflicts(self, run: Run) -> list[str]:
+    def list_conflicts(self, run: Run) -> list[str]:
         """Returns an error message for each conflict with the rest of the recipe; [] if there are none. Conflicts are
         an image size or channels that differ from the data's, missing weights of the perceptual loss, and
         kl_form=legacy without batch.micro.
         """
-        problems = self.unequal(run, image_size="image_size", channels="channels")
+        problems = self.list_unequal_fields(run, image_size="image_size", channels="channels")
         problems += describe_missing_perceptual_weights(
             self.variant.perceptual, f"model.{self.variant_name}.perceptual"
         )

@@ -98,7 +98,7 @@ class DiscreteSystem(AutoencoderSystem):
             | {"usage": usage}
         )
 
-    def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
+    def compute_figures(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns two figures over all held-out samples: `perplexity` of the codebook, from 1 to K, and `dead_tokens`,
         the share of tokens that never occur.
         """
@@ -185,7 +185,7 @@ class DiscreteSystem(AutoencoderSystem):
         return nets["autoencoder"].decoder[-1]
 
     @torch.no_grad()
-    def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def compute_codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Encodes the example's images: {"tokens": int64 (B, h, w)}, with gumbel the most likely ones."""
         return {"tokens": nets["autoencoder"].encode((example["x_start"] + 1) / 2)}
 
@@ -194,7 +194,7 @@ class DiscreteSystem(AutoencoderSystem):
         """Decodes tokens int64 (B, h, w) to images (B, C, H, W) in [-1, 1]."""
         return 2 * nets["autoencoder"].decode(codes) - 1
 
-    def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def describe_identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns all that the tokens of an image depend on: the architecture with its normalization, and the weights
         by name.
         """
@@ -207,6 +207,6 @@ class DiscreteSystem(AutoencoderSystem):
             architecture |= {"quantizer": self.discrete.quantizer, "levels": list(self.discrete.levels or ())}
         return architecture, nets["autoencoder"].state_dict()
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         """Returns the classes of the network's repeated layers."""
         return (Down, Up, ResBlock) if self.discrete.num_resnet_blocks else (Down, Up)

@@ -88,7 +88,7 @@ class KLSystem(AutoencoderSystem):
             | _compute_latent_mean_and_square(outputs)
         )
 
-    def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
+    def compute_figures(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns latent_std, the standard deviation of all latents of all held-out samples, and scaling_factor, 1 /
         latent_std, by which latents get unit variance.
         """
@@ -124,7 +124,7 @@ class KLSystem(AutoencoderSystem):
         return self.kl.kl_weight * kl / self.values
 
     @torch.no_grad()
-    def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def compute_codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns the mean and the standard deviation of the posterior: {"latent_mean", "latent_std": float32 (B, c, h,
         w)}.
         """
@@ -136,7 +136,7 @@ class KLSystem(AutoencoderSystem):
         """Decodes latents (B, c, h, w) to images (B, C, H, W) in [-1, 1]."""
         return nets["autoencoder"].decode(codes).clamp(-1, 1)
 
-    def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def describe_identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns the config and the weights by name, as an exported AutoencoderKL has them. So the hash of the
         exported network equals that of the trained one.
         """
@@ -145,7 +145,7 @@ class KLSystem(AutoencoderSystem):
     def require_expressible(self) -> None:
         """Does nothing, since diffusers' AutoencoderKL can express every choice of model.kl."""
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         """Returns diffusers' classes of the network's blocks."""
         return kl.get_block_classes()
 

@@ -119,7 +119,7 @@ class AutoencoderSystem(System):
         require_model_input_shape(batch["image"], self.config.shape, "channels")
         return super().encode(batch)
 
-    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def make_pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"reconstruction": uint8 (B, C, H, n * W)}: each original with its n - 1 reconstructions to the
         right.
         """
@@ -132,7 +132,7 @@ class AutoencoderSystem(System):
         about [-1, 1].
         """
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> Fitted:
+    def adapt_weights(self, part: str, state: dict[str, Tensor]) -> Fitted:
         """Returns weights that another trainer may have saved, fitted to the part's network, and notes for the user,
         see weights.adapt_weights.
         """

@@ -94,10 +94,10 @@ def measure_export_errors(
     ones.
     """
     read = Autoencoder(str(folder)).to(example["x_start"].device)
-    trained, exported = hash_network(*system.identity(nets)), read.compute_fingerprint()
+    trained, exported = hash_network(*system.describe_identity(nets)), read.compute_fingerprint()
     if trained != exported:
         raise ConfigError(f"{folder} was read back as the first stage {exported}, the trained one is {trained}")
-    codes = system.codes(nets, example)
+    codes = system.compute_codes(nets, example)
     mean, std = encode_posterior(read.vae, example["x_start"])
     decoded = read.vae.decode(codes["latent_mean"]).sample
     return {
@@ -114,7 +114,7 @@ def draw_reference_outputs(system: KLSystem, nets: Mapping[str, nn.Module]) -> T
     """
     generator, device = torch.Generator().manual_seed(0), group.device()
     images = (torch.rand(_choose_example_image_shape(system), generator=generator) * 2 - 1).to(device)
-    codes = system.codes(nets, {"x_start": images})
+    codes = system.compute_codes(nets, {"x_start": images})
     noise = torch.randn(codes["latent_mean"].shape, generator=generator).to(device)
     latents = codes["latent_mean"] + codes["latent_std"] * noise
     return nets["autoencoder"].decode(latents)

@@ -62,7 +62,7 @@ def _network(run: Run, system: System) -> tuple[str, nn.Module]:
 
 def _compile(run: Run, system: System, network: nn.Module) -> None:
     for module in network.modules():
-        if should_compile(run.compile) and isinstance(module, system.blocks()):
+        if should_compile(run.compile) and isinstance(module, system.list_block_classes()):
             module.compile()
 
 
@@ -178,7 +178,7 @@ def _accelerate(run: Run, settings: dict[str, Any], system: System, batches: Rep
 def _fast_dit(run: Run, settings: dict[str, Any], system: System, batches: Repeated) -> Rival:
     part, network = _network(run, system)
     for module in network.modules():
-        if isinstance(module, system.blocks()):
+        if isinstance(module, system.list_block_classes()):
             module.forward = partial(checkpoint, module.forward, use_reentrant=False)
     optimizer = torch.optim.AdamW(network.parameters(), lr=run.optimizer.lr, weight_decay=run.optimizer.weight_decay)
     average, dtype = _averages(run, network)[:1], DTYPES[read_precision(settings)]

@@ -94,7 +94,9 @@ class Plain:
         module.load_state_dict(dict(values()), strict=False, assign=True)
         nhwc = run.channels_last and all(weight.ndim < 5 for weight in module.parameters())  # of images alone
         module.to(group.device(), memory_format=torch.channels_last if nhwc else torch.preserve_format)
-        wrap_block_forwards(module, self.system.blocks(), run.model["recompute"], should_compile(run.compile))
+        wrap_block_forwards(
+            module, self.system.list_block_classes(), run.model["recompute"], should_compile(run.compile)
+        )
         weights = list(module.parameters())
         masters = [nn.Parameter(weight.detach().clone()) for weight in weights] if dtype != torch.float32 else weights
         for weight in weights if dtype != torch.float32 else ():
@@ -147,7 +149,7 @@ def adamw(
     named = list(zip(weights, (name for name, _ in module.named_parameters())))
     groups = [
         {
-            "params": [weight for weight, name in named if system.decays(name, weight) == decayed],
+            "params": [weight for weight, name in named if system.has_weight_decay(name, weight) == decayed],
             "weight_decay": run.optimizer.weight_decay * decayed,
         }
         for decayed in (True, False)

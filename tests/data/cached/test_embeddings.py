@@ -475,10 +475,10 @@ def test_width_differs_from_the_models(tmp_path):
     with pytest.raises(ValueError, match="text_encodings"):
         build(max_text_len=3).encode(batch)
     with pytest.raises(ValueError, match="neither text_encodings nor a caption"):
-        build(max_text_len=3).accepts(source)
+        build(max_text_len=3).require_usable_source(source)
     with pytest.raises(ValueError, match="set model.image_embed_dim=6"):
-        build(image_embed_dim=8).accepts(source)
-    build().accepts(source)
+        build(image_embed_dim=8).require_usable_source(source)
+    build().require_usable_source(source)
     captions = open_pairs(make(tmp_path / "captions", captions=True), ALL, "train")
     with pytest.raises(ValueError, match="model.text_encoder: texts are to be encoded and none is named"):
-        build().accepts(captions)
+        build().require_usable_source(captions)

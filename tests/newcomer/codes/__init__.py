@@ -29,7 +29,7 @@ class Config(SystemConfig):
     """Number of blocks."""
 
     @classmethod
-    def completed(cls, model, run):
+    def complete_section(cls, model, run):
         codes = run.data.codes
         return {"grid": codes.shape, "num_tokens": codes.codebook_size, **model} if codes else model
 
@@ -108,7 +108,7 @@ class TokenModel(System):
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         return {"loss": self.losses(nets, example)}
 
-    def cannot_draw(self) -> str | None:
+    def find_drawing_problem(self) -> str | None:
         return None if self.codec else "no autoencoder decodes the tokens; set model.first_stage to its exported folder"
 
     @torch.no_grad()
@@ -123,7 +123,7 @@ class TokenModel(System):
         pixels = self.codec.decode(tokens.view(len(keys), *self.config.grid))
         return ((pixels + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         return (Block,)
 
     def synthetic(self, batch_size: int) -> Batch:

@@ -28,11 +28,11 @@ class Config(SystemConfig):
     """Standard deviation of the data."""
 
     @classmethod
-    def completed(cls, model, run):
+    def complete_section(cls, model, run):
         return {"image_size": run.data.image_size, "channels": run.data.channels, **model}
 
-    def conflicts(self, run):
-        return self.unequal(run, image_size="image_size", channels="channels")
+    def list_conflicts(self, run):
+        return self.list_unequal_fields(run, image_size="image_size", channels="channels")
 
     @property
     def num_labels(self) -> int:
@@ -111,14 +111,14 @@ class EDM(System):
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         return {"loss": self.losses(nets, example)}
 
-    def conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
+    def make_conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:
         classes = torch.tensor(labels or tuple(range(self.config.num_classes)))
         return {"label": classes.repeat(-(-num // len(classes)))[:num]}
 
     @torch.no_grad()
     def sample(self, nets: Nets, request: Request) -> Tensor:
         """Deterministic sampling (algorithm 1; heun or euler), from sigma 80 to 0.002 with rho 7."""
-        heun = self.sampler(request.sampler) == "heun"
+        heun = self.choose_sampler(request.sampler) == "heun"
         count = max(request.num_steps // (1 + heun), 2)  # Heun's method calls the network twice
         ramp = torch.linspace(80 ** (1 / 7), 0.002 ** (1 / 7), count, device=request.seeds.device) ** 7
         sigmas = torch.cat((ramp, torch.zeros_like(ramp[:1])))
@@ -136,7 +136,7 @@ class EDM(System):
             x = further
         return ((x + 1) * 127.5).round().clamp(0, 255).to(torch.uint8)
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         return (Block,)
 
     def synthetic(self, batch_size: int) -> Batch:

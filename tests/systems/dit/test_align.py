@@ -129,7 +129,7 @@ def test_until(tmp_path: Path, kind: str) -> None:
     both, example, plain = nets(system), system.encode(system.synthetic(3)), build({})
     expected, found = plain.compute_denoiser_loss(both, example)["loss"], {}
     for step in (4, 5, 6, 0, 5):
-        assert system.turns(step) == ("denoiser",) and system.workload(step) == (1, 1, int(step < 5))
+        assert system.turns(step) == ("denoiser",) and system.measure_workload(step) == (1, 1, int(step < 5))
         found[step] = system.compute_denoiser_loss(both, example)["loss"]
         assert torch.equal(found[step], expected) == (step >= 5)
     found[5].backward()
@@ -259,9 +259,9 @@ def test_a_warning_of_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(get_phases(), "print_lines", lambda *lines: said.extend(lines))
     source = SimpleNamespace(read_first_readable=dict)
-    build({"routing": {"start": 1}}).accepts(source)
+    build({"routing": {"start": 1}}).require_usable_source(source)
     assert len(said) == 1 and said[0].startswith("warning: model.routing: an image has 16 tokens")
-    build({"routing": {"start": 1}, "image_size": 64}).accepts(source)
+    build({"routing": {"start": 1}, "image_size": 64}).require_usable_source(source)
     assert len(said) == 1
 
 
@@ -314,7 +314,9 @@ def test_encoders_that_do_not_fit(tmp_path: Path) -> None:
     ):
         assert len(problems) == 1 and named in problems[0]
     with pytest.raises(ConfigError, match="model.align.path: no encoder is named"):
-        build({"align": first | {"path": None, "depth": 1}}).accepts(SimpleNamespace(read_first_readable=dict))
+        build({"align": first | {"path": None, "depth": 1}}).require_usable_source(
+            SimpleNamespace(read_first_readable=dict)
+        )
 
 
 def test_a_finished_run_draws_without_its_encoder(tmp_path: Path) -> None:
@@ -337,18 +339,18 @@ def test_projectors_of_files(tmp_path: Path) -> None:
     align = {"kind": "repa", "depth": 1, "width": 10, "hidden": 32}
     aligned, plain = (DiTSystem(Config(**model, **more)) for more in ({"align": align}, {}))
     names = {f"projectors.0.{number}.{kind}" for number in (0, 2, 4) for kind in ("weight", "bias")}
-    fitted, _ = aligned.adapt("denoiser", aligned.rename_published("denoiser", state)[0])
+    fitted, _ = aligned.adapt_weights("denoiser", aligned.rename_published("denoiser", state)[0])
     assert all(torch.equal(fitted[name], state[name]) for name in names)
     aligned.networks()["denoiser"].load_state_dict(fitted)
-    fitted, notes = plain.adapt("denoiser", dict(state))
+    fitted, notes = plain.adapt_weights("denoiser", dict(state))
     assert not names & fitted.keys() and any("6 weights of the alignment are left" in note for note in notes)
     bare = {name: value for name, value in state.items() if name not in names}
-    (fitted, notes), (again, _) = (aligned.adapt("denoiser", dict(bare)) for _ in range(2))
+    (fitted, notes), (again, _) = (aligned.adapt_weights("denoiser", dict(bare)) for _ in range(2))
     assert names <= fitted.keys() and any("begin anew" in note for note in notes)
     assert all(torch.equal(fitted[name], again[name]) for name in names) and fitted["projectors.0.2.weight"].std() > 0.1
     other = DiTSystem(Config(**model, align=align | {"width": 11}))
     with pytest.raises(ConfigError, match=r"projectors\.0\.4\.bias .* align.width and align.hidden"):
-        other.adapt("denoiser", dict(state))
+        other.adapt_weights("denoiser", dict(state))
 
 
 def test_projectors_are_not_exported() -> None:
@@ -369,7 +371,7 @@ def test_a_plan_needs_no_encoder(tmp_path: Path) -> None:
     """Oracle: by hand: the same projectors, and a note; features come with the samples."""
     align = {"kind": "repa", "depth": 1, "path": str(tmp_path / "nowhere"), "width": 12, "hidden": 8}
     run = Run(system="dit", model=MODERN | {"align": align}, data={"image_size": 8, "channels": 1})
-    planned, note = Config.without_files(run)
+    planned, note = Config.drop_missing_networks(run)
     assert "nowhere is not here: the encoder is not counted" in note
     system = DiTSystem(Config(**planned.model))
     example = system.encode(system.synthetic(2))

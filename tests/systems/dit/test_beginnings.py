@@ -23,11 +23,11 @@ def test_when_clips_are_cut() -> None:
     step of whole clips.
     """
     system, shares = build_with(0.5, 0.2), {1: 0.5, 3: 0.2, 5: 0.3}
-    ends = [system.workload(step)[1] for step in range(1, 2001)]
+    ends = [system.measure_workload(step)[1] for step in range(1, 2001)]
     for frames, share in shares.items():
         for first in (0, 77, 1700):
             assert abs(ends[first : first + 200].count(frames) - 200 * share) <= 2, (frames, first)
-    assert system.workload(choose_step_to_measure(SimpleNamespace(steps=300), system))[1] == 5
+    assert system.measure_workload(choose_step_to_measure(SimpleNamespace(steps=300), system))[1] == 5
 
 
 @pytest.mark.parametrize("shares, end", [((1.0,), 1), ((0.0, 1.0), 3), ((), 5)])
@@ -75,6 +75,8 @@ def test_ranks_that_cannot_share_an_image() -> None:
     """Oracle: by hand: 4 x 6 in patches of 2 has 6 tokens a patch of frames: 4 ranks share 12 of them and not 6."""
     model = VIDEO | {"num_heads": 4, "hidden_size": 32, "block": {}}
     video = VIDEO["video"] | {"frames": 3, "given": 0, "height": 6}
-    assert not any("a clip" in line for line in Config(**model | {"video": video}).conflicts_among(4))
+    assert not any("a clip" in line for line in Config(**model | {"video": video}).list_conflicts_among_ranks(4))
     cut = Config(**model | {"video": video | {"beginnings": [0.5]}})
-    assert any("the 6 tokens of a first frame, with model.video.beginnings" in x for x in cut.conflicts_among(4))
+    assert any(
+        "the 6 tokens of a first frame, with model.video.beginnings" in x for x in cut.list_conflicts_among_ranks(4)
+    )

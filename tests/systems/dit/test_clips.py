@@ -269,7 +269,9 @@ def test_what_does_not_fit_is_refused() -> None:
 
     def problems(model: dict[str, Any], **data: Any) -> str:
         config, told = Config(**model), {"image_size": 4, "channels": 1, "path": "builtin:moving-fashion"} | data
-        return " ".join(config.conflicts(Run.model_validate({"name": "x", "steps": 1, "system": "dit", "data": told})))
+        return " ".join(
+            config.list_conflicts(Run.model_validate({"name": "x", "steps": 1, "system": "dit", "data": told}))
+        )
 
     fine = {"num_frames": 5}
     assert "num_frames" not in problems(VIDEO, **fine) and "buckets" not in problems(VIDEO, **fine)
@@ -318,9 +320,9 @@ def test_the_section_is_filled_in_from_the_data() -> None:
     data = {"path": "builtin:moving-fashion", "image_size": 8, "height": 6, "num_frames": 5, "channels": 1}
     run = Run.model_validate({"name": "x", "steps": 1, "system": "dit", "data": data | {"buckets": [3, 5]}})
     shape = {name: MODERN[name] for name in ("patch_size", "hidden_size", "depth", "num_heads")}
-    config = Config(**Config.completed(shape | {"video": {"patch_frames": 2}}, run))
+    config = Config(**Config.complete_section(shape | {"video": {"patch_frames": 2}}, run))
     assert (config.video.frames, config.video.height, config.sizes) == (5, 6, None)
     assert config.get_input_shape() == (1, 5, 6, 8) and config.get_input_shape(frames=3) == (1, 3, 6, 8)
     assert config.count_tokens(config.get_input_shape()) == 3 * 3 * 4
-    assert Config.completed(shape | {"video": {"frames": 3}}, run)["video"]["frames"] == 3
-    assert config.conflicts(run) == []
+    assert Config.complete_section(shape | {"video": {"frames": 3}}, run)["video"]["frames"] == 3
+    assert config.list_conflicts(run) == []

@@ -196,7 +196,7 @@ def test_names_without_a_place(added: str, named: str) -> None:
     else:
         state[added] = torch.ones(2)
     with pytest.raises(ConfigError, match=re.escape(named)):
-        system.adapt("denoiser", system.rename_published("denoiser", state)[0])
+        system.adapt_weights("denoiser", system.rename_published("denoiser", state)[0])
 
 
 def test_hashed_words_have_no_projection() -> None:
@@ -249,7 +249,7 @@ def test_a_learned_null_text_gives_way(tmp_path: Path) -> None:
     system, _ = build_told(tmp_path)
     learned, _ = build_told(tmp_path, null_text="learned")
     state = learned.networks()["denoiser"].state_dict()
-    values, notes = system.adapt("denoiser", state)
+    values, notes = system.adapt_weights("denoiser", state)
     assert "text_tokens.null.weight: left out, since null_text is encoder" in notes
     assert values.keys() == state.keys() - {"text_tokens.null.weight"}
     assert all(torch.equal(value, state[name]) for name, value in values.items())

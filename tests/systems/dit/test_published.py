@@ -289,7 +289,7 @@ def test_golden_trajectories(name: str) -> None:
     model = model | {"flow": {"time_scale": 1.0, **model.get("flow", {})}}
     system = DiTSystem(Config(**model))
     renamed, notes = system.rename_published("denoiser", state)
-    fitted, _ = system.adapt("denoiser", renamed)
+    fitted, _ = system.adapt_weights("denoiser", renamed)
     assert notes[0].startswith("layout: ")
     network = system.networks()["denoiser"]
     network.load_state_dict(fitted, strict=True)
@@ -349,7 +349,7 @@ def test_weights_that_do_not_fit(changes: dict[str, Any], named: str) -> None:
     model = SMALL | {"in_channels": 6, "num_heads": 3, "block": MODERN | {"rope": True}, "flow": {"time_scale": 1.0}}
     system = DiTSystem(Config(**(model | changes)))
     with pytest.raises(ConfigError, match=re.escape(named)):
-        system.adapt("denoiser", system.rename_published("denoiser", state)[0])
+        system.adapt_weights("denoiser", system.rename_published("denoiser", state)[0])
 
 
 def test_reversed_time_is_its_own_inverse() -> None:

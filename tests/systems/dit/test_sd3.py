@@ -202,7 +202,7 @@ def test_other_positions_of_a_file(tmp_path: Path) -> None:
     middle = state["pos_embed.pos_embed"].view(6, 6, 16)[1:5, 1:5].reshape(1, 16, 16)
     assert torch.equal(values["pos_embed"], middle) and any("not those computed here" in note for note in notes)
     larger = build(image_size=12)
-    values, notes = larger.adapt("denoiser", system.networks()["denoiser"].state_dict())
+    values, notes = larger.adapt_weights("denoiser", system.networks()["denoiser"].state_dict())
     assert torch.equal(values["pos_embed"], larger.networks()["denoiser"].pos_embed)
     assert "pos_embed: computed for 6 x 6 patches" in notes
 

@@ -323,7 +323,7 @@ def test_image_embeddings():
     assert len({loss.item() for loss in losses[1.0]}) == 1
     plain, system = build(num_classes=1), build(embedding_dim=5, num_classes=1)
     old = random(plain.networks()["denoiser"])
-    state, notes = system.adapt("denoiser", old.state_dict())
+    state, notes = system.adapt_weights("denoiser", old.state_dict())
     network = system.networks()["denoiser"]
     network.load_state_dict(state)
     inputs = example["x_start"], torch.arange(6), torch.zeros(6, dtype=torch.int64)

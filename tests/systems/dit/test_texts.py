@@ -192,14 +192,14 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there are no captions.*write X.txt beside X.png.*model.condition=label"):
         system.encode(image)
     with pytest.raises(ConfigError, match=r"labels: \[3\] mean nothing to a model of texts"):
-        system.conditions(2, (3,))
+        system.make_conditions(2, (3,))
     without = build(class_dropout_prob=0, text_encodings_dim=6)
     encodings = {"text_encodings": torch.zeros(2, 5, 6), "text_mask": torch.tensor([[True] * 5, [False] * 5])}
     with pytest.raises(ConfigError, match="text_mask no token, and a model with class_dropout_prob 0 has no null text"):
         without.encode(image | encodings)
     with pytest.raises(ConfigError, match="a caption has no words"):
         build(class_dropout_prob=0).encode(image | {"caption": captions("a bag", "?!")})
-    for refused in (lambda: without.conditions(1), lambda: without.conditions_from_texts(["a", ""])):
+    for refused in (lambda: without.make_conditions(1), lambda: without.conditions_from_texts(["a", ""])):
         with pytest.raises(ConfigError, match="prompts: .*class_dropout_prob 0"):
             refused()
     with pytest.raises(ConfigError, match="guidance_scale: this model has no null"):
@@ -209,7 +209,7 @@ def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="12 wide in the data and 7 in the model: set model.text_encodings_dim=12"):
         wide.encode(image | {"caption": captions("a", "b")})
     run = Run(name="x", steps=1, system="dit", model={}, samples=Samples(labels=(1,)))
-    assert "a model of texts knows no classes" in " ".join(build().config.conflicts(run))
+    assert "a model of texts knows no classes" in " ".join(build().config.list_conflicts(run))
 
 
 def test_what_is_cut_is_counted() -> None:
@@ -254,11 +254,11 @@ def test_cached_texts(tmp_path: Path) -> None:
     data = fill_in_codes_entry(Data(path=str(tmp_path / "out"), image_size=32, channels=1, flip=False))
     shape = {name: TEXT[name] for name in ("patch_size", "hidden_size", "depth", "num_heads", "condition")}
     run = Run(name="x", steps=1, system="dit", model=shape | {"patch_size": 1}, data=data)
-    config = Config(**Config.completed(run.model, run))
+    config = Config(**Config.complete_section(run.model, run))
     assert (config.text_encodings_dim, config.max_text_len) == (12, 10)
     assert config.text_encoder_fingerprint == encoder.compute_fingerprint() == config.codes.text_encoder
     system, source = DiTSystem(config), Latents(tmp_path / "out")
-    system.accepts(source)
+    system.require_usable_source(source)
     assert system.frozen() == ()
     batch, _ = source.read_batch(torch.arange(3))
     batch["key"] = torch.arange(3)

@@ -320,10 +320,10 @@ def test_what_diffusers_cannot_express(tmp_path, changes, words):
 
 
 def test_interpolated_positions_are_no_sinusoids(tmp_path):
-    """Oracle: positions that `adapt` interpolates, which diffusers would compute anew."""
+    """Oracle: positions that `adapt_weights` interpolates, which diffusers would compute anew."""
     small, _ = made(tmp_path, PIXELS, latents=False)
     system, nets = made(tmp_path, PIXELS | {"image_size": 24}, latents=False)
-    nets["denoiser"].load_state_dict(system.adapt("denoiser", small.networks()["denoiser"].state_dict())[0])
+    nets["denoiser"].load_state_dict(system.adapt_weights("denoiser", small.networks()["denoiser"].state_dict())[0])
     with pytest.raises(ValueError, match="pos_embed: .* interpolated"):
         to_diffusers.save_export(system, nets, tmp_path / "out")
 

@@ -99,10 +99,10 @@ def test_completed_and_conflicts():
         run = Run(
             system="iddpm", data=Data(image_size=8, channels=1), samples=Samples(**{"num_steps": 10} | (samples or {}))
         )
-        return Config(**Config.completed(TINY | model, run)).conflicts(run)
+        return Config(**Config.complete_section(TINY | model, run)).list_conflicts(run)
 
     silent = {name: value for name, value in TINY.items() if name not in ("image_size", "in_channels")}
-    completed = Config.completed(silent, Run(data=Data(image_size=8, channels=1)))
+    completed = Config.complete_section(silent, Run(data=Data(image_size=8, channels=1)))
     assert (completed["image_size"], completed["in_channels"]) == (8, 1)
     assert conflicts({}) == conflicts(LABELS, {"labels": [3, 9]}) == []
     assert conflicts({"timestep_respacing": "ddim10"}) == []

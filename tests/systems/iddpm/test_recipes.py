@@ -54,7 +54,7 @@ def test_published_recipes(name, official, batch, lr, steps):
     ):
         assert getattr(system.config, flag) == known[flag], flag
     assert system.config.schedule_sampler == ("loss-second-moment" if vlb else "uniform")
-    assert system.config.conflicts(run) == []
+    assert system.config.list_conflicts(run) == []
 
 
 def test_small_recipes_chain():

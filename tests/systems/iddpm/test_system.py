@@ -115,8 +115,8 @@ def test_labels_of_a_request():
     build(**LABELS).sample(nets, Request(seeds, {"label": torch.tensor([5, 6])}, num_steps=1))
     build().sample(nets, Request(seeds, num_steps=2))
     assert seen == [[[3, 2]]] * 3 + [[[5, 6]]] + [[]] * 2
-    assert build(**LABELS).conditions(4, (7, 2))["label"].tolist() == [7, 2, 7, 2]
-    assert build(**LABELS).conditions(11)["label"].tolist() == [*range(10), 0] and build().conditions(3) == {}
+    assert build(**LABELS).make_conditions(4, (7, 2))["label"].tolist() == [7, 2, 7, 2]
+    assert build(**LABELS).make_conditions(11)["label"].tolist() == [*range(10), 0] and build().make_conditions(3) == {}
 
 
 def test_dropped_labels():
@@ -142,7 +142,7 @@ def test_dropped_labels():
     assert rows(**LABELS, class_dropout_prob=0.1) == 11 and rows(**LABELS) == 10
     assert not hasattr(build(class_dropout_prob=0.1).networks()["denoiser"], "label_emb")
     with pytest.raises(ValueError, match=r"labels: \[10\] are not among the 10 classes"):
-        system.conditions(1, (10,))
+        system.make_conditions(1, (10,))
 
 
 @pytest.mark.parametrize("changes", [{}, {"small_size": 4, "rescale_timesteps": False}])
@@ -190,16 +190,16 @@ def test_labels_out_of_range():
     system, seeds = build(**LABELS), torch.arange(2)
     batch = system.synthetic(2) | {"label": torch.tensor([4, 10])}
     for attempt in (
-        lambda: system.conditions(2, (4, 10)),
+        lambda: system.make_conditions(2, (4, 10)),
         lambda: system.encode(batch),
         lambda: system.sample(random(system), Request(seeds, {"label": torch.tensor([4, 10])}, 2)),
     ):
         with pytest.raises(ValueError, match=r"labels: \[10\] are not among the 10 classes, 0 to 9"):
             attempt()
     with pytest.raises(ValueError, match="-1"):
-        system.conditions(2, (-1,))
+        system.make_conditions(2, (-1,))
     with pytest.raises(ValueError, match="knows no classes"):
-        build().conditions(2, (1,))
+        build().make_conditions(2, (1,))
     example = system.encode(system.synthetic(2))
     del example["label"]
     with pytest.raises(ValueError, match="class_cond=false"):
@@ -326,12 +326,12 @@ def test_small_pictures_are_shown():
     """Oracle: squares of pixels that are all the small picture's; a base model shows nothing but its samples."""
     system = build(small_size=2)
     example = system.encode(system.synthetic(2))
-    shown = system.pictures({}, example)["low_res"]
+    shown = system.make_pictures({}, example)["low_res"]
     expected = ((example["low_res"] + 1) * 127.5).round().to(torch.uint8)
     assert shown.shape == (2, 1, 8, 8)
     for row in range(4):
         assert torch.equal(shown[:, :, row::4, row::4], expected)
-    assert build().pictures({}, {}) == {}
+    assert build().make_pictures({}, {}) == {}
 
 
 def test_pictures_that_do_not_fit():

@@ -47,7 +47,7 @@ def same(one, other):
 def test_every_published_flag_set_loads(name):
     """Oracle: names and shapes of the published file: all fit, none is changed."""
     state = {key: torch.empty(shape, device="meta") for key, shape in KEYS[name]["keys"].items()}
-    fitted, notes = systems.build("iddpm", section(KEYS[name]["flags"])).adapt("denoiser", state)
+    fitted, notes = systems.build("iddpm", section(KEYS[name]["flags"])).adapt_weights("denoiser", state)
     assert list(fitted) == list(state) and all(fitted[key] is state[key] for key in state)
     flags = KEYS[name]["flags"]
     for flag in ("num_heads", "dropout", "diffusion_steps", "noise_schedule", "rescale_timesteps"):
@@ -60,7 +60,7 @@ def test_round_trip(tmp_path, changes):
     system = build(**changes)
     state = state_of(system)
     save_file(state, tmp_path / "w.safetensors")
-    fitted, notes = system.adapt("denoiser", read_state_dict(tmp_path / "w.safetensors"))
+    fitted, notes = system.adapt_weights("denoiser", read_state_dict(tmp_path / "w.safetensors"))
     network = system.networks()["denoiser"]
     network.load_state_dict(fitted)
     assert same(network.state_dict(), state) and len(notes) == 1
@@ -76,7 +76,7 @@ def test_order_of_names():
 def test_other_classes(classes):
     """Oracle: all but the label table is the file's; fresh rows are normal(1), as torch makes them."""
     before, system = state_of(build(class_cond=True, num_classes=7)), build(class_cond=True, num_classes=classes)
-    state, notes = system.adapt("denoiser", before)
+    state, notes = system.adapt_weights("denoiser", before)
     table = state.pop("label_emb.weight")
     assert same(state, {name: value for name, value in before.items() if name != "label_emb.weight"})
     assert table.shape == (classes, 128) and float(table.std()) == pytest.approx(1, abs=0.1)
@@ -106,7 +106,7 @@ def test_a_null_label_is_added():
 
 def fit_labels(system, table):
     """(the label table as the network takes it, notes) of a file whose table is `table`."""
-    state, notes = system.adapt("denoiser", state_of(system) | {"label_emb.weight": table})
+    state, notes = system.adapt_weights("denoiser", state_of(system) | {"label_emb.weight": table})
     return state["label_emb.weight"], notes
 
 
@@ -147,7 +147,7 @@ def fit_labels(system, table):
 def test_what_does_not_fit(file, network, words):
     """Oracle: the message names the difference nearest to the input, both shapes and the flags that decide it."""
     with pytest.raises(ValueError, match=words):
-        build(**network).adapt("denoiser", state_of(build(**file)))
+        build(**network).adapt_weights("denoiser", state_of(build(**file)))
 
 
 def test_what_a_file_cannot_tell():
@@ -162,7 +162,7 @@ def test_what_a_file_cannot_tell():
         "predict_xstart": True,
         "use_kl": True,
     }
-    _, notes = build(**told).adapt("denoiser", state_of(build()))
+    _, notes = build(**told).adapt_weights("denoiser", state_of(build()))
     for words in (
         "image_size=16",
         "num_heads=4",
@@ -176,7 +176,7 @@ def test_what_a_file_cannot_tell():
     ):
         assert words in notes[0]
     assert "variance" not in notes[0]  # learn_sigma shows in the shapes
-    _, notes = build(learn_sigma=False).adapt("denoiser", state_of(build(learn_sigma=False)))
+    _, notes = build(learn_sigma=False).adapt_weights("denoiser", state_of(build(learn_sigma=False)))
     assert "variance=fixed_large" in notes[0]
 
 

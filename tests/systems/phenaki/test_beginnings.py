@@ -23,7 +23,7 @@ def test_when_clips_are_cut():
     for step in range(1, 2001):
         assert system.turns(step) == ("maskgit",)
         cuts.append(system._cut)
-        assert system.workload(step) == ((1, 3, 3) if cuts[-1] is None else (1, cuts[-1] + 1, 1))
+        assert system.measure_workload(step) == ((1, 3, 3) if cuts[-1] is None else (1, cuts[-1] + 1, 1))
     for frame, share in shares.items():
         for first in (0, 77, 1700):
             assert abs(cuts[first : first + 200].count(None if frame == 3 else frame) - 200 * share) <= 2, (
@@ -32,7 +32,7 @@ def test_when_clips_are_cut():
             )
     for rare in (system, build(beginnings=[0.99])):
         for steps in (300, 2000, 10_000):  # what plan.py counts
-            assert rare.workload(choose_step_to_measure(SimpleNamespace(steps=steps), rare)) == (1, 3, 3)
+            assert rare.measure_workload(choose_step_to_measure(SimpleNamespace(steps=steps), rare)) == (1, 3, 3)
     again = build(beginnings=[0.5, 0.0, 0.2])
     again.turns(77)
     assert again._cut == cuts[76]

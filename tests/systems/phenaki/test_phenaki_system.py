@@ -231,7 +231,7 @@ def test_words():
     texts = ["a bag moving up", "a bag moving up", "a coat"]
     batch = system.synthetic(3) | {"caption": pad_and_stack_texts([pack_caption(text) for text in texts])}
     assert torch.equal(system.encode(batch)["words"], system.conditions_from_texts(texts)["words"])
-    assert torch.equal(system.conditions(2)["words"], torch.zeros(2, 5, dtype=torch.int64))
+    assert torch.equal(system.make_conditions(2)["words"], torch.zeros(2, 5, dtype=torch.int64))
 
 
 def test_an_encoder_by_path(tmp_path):
@@ -251,7 +251,7 @@ def test_an_encoder_by_path(tmp_path):
     lazy = build(text_encodings_dim=12, max_text_len=6)
     assert torch.equal(lazy.encode(batch | cached)["text_encodings"], cached["text_encodings"])
     assert lazy.texts.encoder is None
-    null = system.conditions(2)
+    null = system.make_conditions(2)
     assert set(null) == {"text_encodings", "text_mask"} and not bool(null["text_mask"].any())
 
 
@@ -323,7 +323,7 @@ def test_the_tokenizer_is_what_was_trained(tokenizer):
     net = theirs.networks()["tokenizer"]
     net.load_state_dict(load_file(f"{tokenizer}/tokenizer.safetensors"))
     batch = theirs.synthetic(4)
-    wanted = theirs.codes({"tokenizer": net}, theirs.encode(batch))["tokens"]
+    wanted = theirs.compute_codes({"tokenizer": net}, theirs.encode(batch))["tokens"]
     system = build(tokenizer={"path": tokenizer}, unconditional=True)
     example = system.encode(batch)
     assert torch.equal(example["tokens"], wanted) and example["real"].shape == (4, 3)
@@ -335,7 +335,7 @@ def test_the_tokenizer_is_what_was_trained(tokenizer):
     assert not loaded.training and not any(weight.requires_grad for weight in loaded.train().parameters())
     from dstrain.encoders.autoencoder import hash_network
 
-    assert loaded.fingerprint == hash_network(*theirs.identity({"tokenizer": net}))
+    assert loaded.fingerprint == hash_network(*theirs.describe_identity({"tokenizer": net}))
     assert system.frozen() == (system.get_tokenizer(),)
 
 
@@ -365,7 +365,7 @@ def test_samples_go_on_from_given_frames(tokenizer):
 def test_other_lengths(tokenizer, critic, sampler):
     """Oracle: shapes; an image is one frame; the longest is the model's."""
     system = build(tokenizer={"path": tokenizer}, critic=critic)
-    nets, conditions = networks(system), system.conditions(3)
+    nets, conditions = networks(system), system.make_conditions(3)
     for frames, expected in ((None, 5), (5, 5), (3, 3), (1, 1)):
         request = Request(torch.arange(3), conditions, 4, sampler, 2.0, num_frames=frames)
         assert system.sample(nets, request).shape == (3, expected, 1, 16, 16)
@@ -488,7 +488,7 @@ def source(**item):
 def test_data_that_do_not_fit(tokenizer):
     """Oracle: ValueErrors with the remedy before anything is trained."""
     tokens = torch.zeros(3, 2, 2, dtype=torch.int64)
-    build(unconditional=True).accepts(source(tokens=tokens, label=3))
+    build(unconditional=True).require_usable_source(source(tokens=tokens, label=3))
     for words, system, item in (
         ("there are no captions.*unconditional=true", build(), {"tokens": tokens}),
         (r"clips have \(2, 2, 2\) tokens .* the model \(3, 2, 2\)", build(unconditional=True), {"tokens": tokens[:2]}),
@@ -521,7 +521,7 @@ def test_data_that_do_not_fit(tokenizer):
         ),
     ):
         with pytest.raises(ValueError, match=words):
-            system.accepts(source(**item))
+            system.require_usable_source(source(**item))
 
 
 def test_samples_that_cannot_be(tokenizer):
@@ -553,7 +553,7 @@ def test_samples_that_cannot_be(tokenizer):
         silent_.conditions_from_texts(["a bag"])
     assert plain.takes_texts and not silent_.takes_texts
     with pytest.raises(ValueError, match=r"labels: \[1\] mean nothing to phenaki.* give texts"):
-        plain.conditions(1, (1,))
+        plain.make_conditions(1, (1,))
     with pytest.raises(ValueError, match="2 frames do not fit the temporal patch"):
         plain.conditions_from(frames(2))
     with pytest.raises(ValueError, match=r"frames are \(3, 16, 16\)"):
@@ -639,8 +639,11 @@ def test_filled_in_from_tokenizer_and_cache(tokenizer):
 def test_conflicts(changes, samples, words):
     """Oracle: a line that names the key and the remedy; none without the fault."""
     config = Config.model_validate(TINY | {"tokenizer": {"path": "x"}} | changes)
-    assert any(words in line for line in config.conflicts(run_of({}, samples=samples)))
+    assert any(words in line for line in config.list_conflicts(run_of({}, samples=samples)))
     quiet = Config.model_validate(TINY | {"tokenizer": None})
-    assert quiet.conflicts(run_of({}, samples={"prompts": ["a bag"]}, every={"sample": 0})) == []
+    assert quiet.list_conflicts(run_of({}, samples={"prompts": ["a bag"]}, every={"sample": 0})) == []
     fine = Config.model_validate(TINY | {"tokenizer": {"path": "x"}})
-    assert fine.conflicts(run_of({}, samples={"sampler": "confidence", "guidance_scale": 3.0, "prompts": ["a"]})) == []
+    assert (
+        fine.list_conflicts(run_of({}, samples={"sampler": "confidence", "guidance_scale": 3.0, "prompts": ["a"]}))
+        == []
+    )

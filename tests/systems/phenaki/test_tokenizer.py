@@ -181,7 +181,7 @@ def test_terms():
     loss = terms["recon"] + 0.25 * terms["commitment"] + 0.1 * (terms["entropy"] - terms["diversity"])
     torch.testing.assert_close(terms["loss"], loss.mean())
     torch.testing.assert_close(held_out["loss"], loss + 0.1 * terms["diversity"])
-    found = system.digest({"usage": held_out["usage"].mean(0)})
+    found = system.compute_figures({"usage": held_out["usage"].mean(0)})
     shares = held_out["usage"].mean(0).double()
     assert found["perplexity"] == pytest.approx(torch.special.entr(shares).sum().exp().item())
     assert found["dead_tokens"] == (shares == 0).double().mean()
@@ -257,14 +257,14 @@ def test_pictures():
     """Oracle: original and reconstruction beside each other; a clip stands still behind its last real frame."""
     system = build()
     nets, batch = nets_of(system), batch_of(system)
-    shown = system.pictures(nets, system.encode(batch))["reconstruction"]
+    shown = system.make_pictures(nets, system.encode(batch))["reconstruction"]
     assert shown.shape == (4, 7, 1, 8, 24) and shown.dtype == torch.uint8
     assert torch.equal(shown[0, ..., :12], batch["video"][0]) and not torch.equal(shown[0, 5], shown[0, 4])
     assert torch.equal(shown[1, 4:5].expand(3, -1, -1, -1), shown[1, 4:]) and torch.equal(
         shown[1, :5, ..., :12], batch["video"][1, :5]
     )
     alone = system.encode({"image": batch["video"][:, 0], "key": batch["key"]})
-    assert system.pictures(nets, alone)["reconstruction"].shape == (4, 1, 8, 24)
+    assert system.make_pictures(nets, alone)["reconstruction"].shape == (4, 1, 8, 24)
 
 
 def test_state():
@@ -286,30 +286,30 @@ def test_codes_and_identity():
     """Oracle: the network's tokens; an identity that frames, dropout and losses do not change, and the grid does."""
     system = build()
     nets, example = nets_of(system), system.encode(batch_of(system))
-    tokens = system.codes(nets, example)["tokens"]
+    tokens = system.compute_codes(nets, example)["tokens"]
     assert torch.equal(tokens, nets["tokenizer"].encode_to_tokens(example["x_start"], example["frames"]))
     assert system.codebook_size == 32 and system.encodes
-    said = system.identity(nets)[0]
-    assert build(num_frames=3, dropout=0.1, entropy_weight=0, codebook_dim=7).identity(nets)[0] == said
+    said = system.describe_identity(nets)[0]
+    assert build(num_frames=3, dropout=0.1, entropy_weight=0, codebook_dim=7).describe_identity(nets)[0] == said
     assert (
-        build(image_size=8).identity(nets)[0] != said
-        and system.identity(nets)[1].keys() == nets["tokenizer"].state_dict().keys()
+        build(image_size=8).describe_identity(nets)[0] != said
+        and system.describe_identity(nets)[1].keys() == nets["tokenizer"].state_dict().keys()
     )
 
 
 def test_weights_of_elsewhere():
     """Oracle: any size and length takes the same weights; what differs is named with its fields."""
     state = build(image_size=[16, 8], num_frames=1).networks()["tokenizer"].state_dict()
-    assert build().adapt("tokenizer", state)[0].keys() == state.keys()
+    assert build().adapt_weights("tokenizer", state)[0].keys() == state.keys()
     for more, fields in (
         ({"codebook_size": 64}, "quantizer, codebook_size"),
         ({"patch_size": 2}, "patch_size"),
         ({"temporal_depth": 2}, "temporal_depth"),
     ):
         with pytest.raises(ValueError, match=f"weights: .*set .*{fields}"):
-            build(**more).adapt("tokenizer", state)
+            build(**more).adapt_weights("tokenizer", state)
     with pytest.raises(ValueError, match="phenaki-pytorch.*train anew"):
-        build().adapt("tokenizer", {"enc_spatial_transformer.layers.0.0.dsconv.weight": torch.zeros(1)})
+        build().adapt_weights("tokenizer", {"enc_spatial_transformer.layers.0.0.dsconv.weight": torch.zeros(1)})
 
 
 @pytest.mark.parametrize(
@@ -348,8 +348,8 @@ def test_recipe():
     def run(**more):
         return Run.model_validate({"name": "t", "system": "phenaki.tokenizer", "data": data | more})
 
-    completed = Config.model_validate(Config.completed({"patch_size": 4}, run()))
+    completed = Config.model_validate(Config.complete_section({"patch_size": 4}, run()))
     assert completed.size == (8, 12) and completed.num_frames == 7 and completed.channels == 1
-    assert completed.conflicts(run()) == []
-    problems = completed.conflicts(run(height=12, num_frames=9))
+    assert completed.list_conflicts(run()) == []
+    problems = completed.list_conflicts(run(height=12, num_frames=9))
     assert len(problems) == 2 and "data.height=12" in problems[0] and "data.num_frames=9" in problems[1]

@@ -111,7 +111,7 @@ def ours_of(theirs, tmp_path, **changes):
     theirs.save_pretrained(tmp_path / "published")
     path = str(tmp_path / "published")
     system = systems.build("prior", SIZE | {"image_embed_stats": path, "normalize_embeds": False} | changes)
-    state, notes = system.adapt("denoiser", read_state_dict(path))
+    state, notes = system.adapt_weights("denoiser", read_state_dict(path))
     network = system.networks()["denoiser"]
     network.load_state_dict(state)
     return system, network.eval(), notes
@@ -140,7 +140,7 @@ def test_there_and_back(tmp_path, changes):
                 weight.normal_()
     to_diffusers.save_export(system, {"denoiser": network}, out)
     for path in (out, out / "prior"):  # what init_from reads
-        state, _ = system.adapt("denoiser", read_state_dict(path))
+        state, _ = system.adapt_weights("denoiser", read_state_dict(path))
         assert state.keys() == network.state_dict().keys()
         assert all(torch.equal(state[name], value) for name, value in network.state_dict().items())
     example = system.encode(system.synthetic(6))
@@ -315,12 +315,12 @@ def test_statistics_must_agree(tmp_path):
     theirs.save_pretrained(tmp_path / "published")
     state = read_state_dict(tmp_path / "published")
     with pytest.raises(ValueError, match="set model.image_embed_stats"):
-        systems.build("prior", SIZE).adapt("denoiser", state)
+        systems.build("prior", SIZE).adapt_weights("denoiser", state)
     with pytest.raises(ValueError, match="encoder_hidden_states_proj.*max_text_len"):
         systems.build(
             "prior",
             SIZE | {"max_text_len": 0, "image_embed_stats": str(tmp_path / "published"), "normalize_embeds": False},
-        ).adapt("denoiser", state)
+        ).adapt_weights("denoiser", state)
     with pytest.raises(ValueError, match="12 wide, image_embed_dim is 16"):
         systems.build(
             "prior",

@@ -122,15 +122,15 @@ def test_tokens_of_other_quantizers(changes):
     nets, batch = nets_of(system), system.synthetic(5)
     example = system.encode(batch)
     network, passed = nets["autoencoder"], nets["autoencoder"](batch["image"] / 255)
-    tokens = system.codes(nets, example)["tokens"]
+    tokens = system.compute_codes(nets, example)["tokens"]
     assert torch.equal(tokens, passed.tokens) and tokens.shape == (5, 4, 4) and 0 <= tokens.min() <= tokens.max() < 16
     torch.testing.assert_close(
         system.decode(nets, tokens), (2 * network.convert_to_pixels(passed.out) - 1).clamp(-1, 1), rtol=1e-5, atol=1e-5
     )
     figures = system.evaluate(nets, example)
     torch.testing.assert_close(figures["usage"].mean(0), torch.bincount(tokens.flatten(), minlength=16) / 80)
-    assert system.pictures(nets, example)["reconstruction"].shape == (5, 1, 16, 32) and "kl" not in figures
-    assert system.identity(nets)[0]["quantizer"] == changes["quantizer"]
+    assert system.make_pictures(nets, example)["reconstruction"].shape == (5, 1, 16, 32) and "kl" not in figures
+    assert system.describe_identity(nets)[0]["quantizer"] == changes["quantizer"]
     half = {"autoencoder": nets["autoencoder"].bfloat16()}
     network.normalize.float()
     network.normalize.reset_parameters()
@@ -165,10 +165,10 @@ def test_usage():
     system = build()
     nets, batch = nets_of(system), system.synthetic(6)
     usage = system.evaluate(nets, system.encode(batch))["usage"]
-    tokens = system.codes(nets, system.encode(batch))["tokens"]
+    tokens = system.compute_codes(nets, system.encode(batch))["tokens"]
     shares = torch.bincount(tokens.flatten(), minlength=16) / tokens.numel()
     torch.testing.assert_close(usage.mean(0), shares)
-    found = system.digest({"usage": usage.mean(0)})
+    found = system.compute_figures({"usage": usage.mean(0)})
     entropy = -(shares[shares > 0] * shares[shares > 0].log()).sum()
     assert found == {
         "perplexity": pytest.approx(float(entropy.exp()), rel=1e-5),
@@ -214,7 +214,7 @@ def test_channels(channels, reconstruction):
         torch.testing.assert_close(
             system.loss("autoencoder", nets, example)["recon"].mean(), expected.detach(), rtol=1e-4, atol=1e-5
         )
-    pictures = system.pictures(nets, example)["reconstruction"]
+    pictures = system.make_pictures(nets, example)["reconstruction"]
     assert pictures.shape == (2, channels, 16, 48) and torch.equal(pictures[..., :16], batch["image"])
     hard = network.decode(network.encode(x))
     assert torch.equal(pictures[..., 32:], (hard * 255).round().to(torch.uint8)) and bool((hard >= 0).all())

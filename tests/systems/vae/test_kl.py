@@ -84,13 +84,13 @@ def test_an_exported_one_is_the_same_first_stage(tmp_path):
     theirs.save_pretrained(tmp_path)
     frozen = Autoencoder(str(tmp_path), scaling_factor=1.0)
     example = system.encode(system.synthetic(3))
-    found = system.codes(nets, example)
+    found = system.compute_codes(nets, example)
     mean, std = encode_posterior(frozen.vae, example["x_start"])
     torch.testing.assert_close(found["latent_mean"], mean)
     torch.testing.assert_close(found["latent_std"], std)
     drawn = rng.normal(example["key"], "latent", system.latent_shape) * std + mean
     torch.testing.assert_close(frozen.encode(example["x_start"], example["key"]), drawn)
-    assert frozen.compute_fingerprint() == hash_network(*system.identity(nets))
+    assert frozen.compute_fingerprint() == hash_network(*system.describe_identity(nets))
 
 
 @pytest.mark.parametrize("reconstruction", ["l1", "mse"])
@@ -198,7 +198,7 @@ def test_perceptual_distance(tmp_path):
     assert not any("features" in name for name in nets["autoencoder"].state_dict())
     assert "perceptual" not in build(perceptual={"path": "/nowhere", "weight": 0}).loss("autoencoder", nets, example)
     without = build(perceptual={"path": "/nowhere"})  # a finished run, whose weights file has gone
-    assert without.codes(nets, example).keys() == {"latent_mean", "latent_std"}
+    assert without.compute_codes(nets, example).keys() == {"latent_mean", "latent_std"}
     with pytest.raises(ValueError, match="perceptual.path=/nowhere: no weights are there.*weight to 0"):
         without.loss("autoencoder", nets, example)
 
@@ -213,7 +213,7 @@ def test_statistics():
     torch.testing.assert_close(found["latent_mean"], drawn.mean((0, 1, 3, 4)).detach(), rtol=0.01, atol=0.01)
     torch.testing.assert_close(found["latent_square"], drawn.square().mean((0, 1, 3, 4)).detach(), rtol=0.01, atol=0)
     assert compute_latent_std(found) == pytest.approx(float(drawn.std().detach()), rel=0.005)
-    digest = system.digest(found)
+    digest = system.compute_figures(found)
     assert digest["scaling_factor"] * digest["latent_std"] == pytest.approx(1)
     assert float((drawn.detach() * digest["scaling_factor"]).std()) == pytest.approx(1, rel=0.005)
 
@@ -224,10 +224,10 @@ def test_held_out_figures():
     nets, example = nets_of(system), system.encode(system.synthetic(3))
     found = system.evaluate(nets, example)
     assert {"loss", "recon", "kl", "psnr", "ssim"} <= found.keys() and "critique" not in found
-    shown = system.pictures(nets, example)["reconstruction"].float() / 255  # (3, 1, 16, 48)
+    shown = system.make_pictures(nets, example)["reconstruction"].float() / 255  # (3, 1, 16, 48)
     error = (shown[..., 16:32] - shown[..., :16]).square().mean((1, 2, 3))
     torch.testing.assert_close(found["psnr"], -10 * error.log10(), rtol=1e-2, atol=0)
-    mean_alone = nets["autoencoder"].decode(system.codes(nets, example)["latent_mean"])
+    mean_alone = nets["autoencoder"].decode(system.compute_codes(nets, example)["latent_mean"])
     shown_mean = ((mean_alone.clamp(-1, 1) + 1) * 127.5).round() / 255
     torch.testing.assert_close(shown[..., 32:], shown_mean.detach())
 

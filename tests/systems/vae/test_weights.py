@@ -64,7 +64,7 @@ def test_what_does_not_fit(changes, words):
     """Oracle: the message names the first differing key, both shapes and the fields to change."""
     state = nets_of(discrete(num_resnet_blocks=1))["autoencoder"].state_dict()
     with pytest.raises(ValueError, match=words):
-        discrete(**{"num_resnet_blocks": 1} | changes).adapt("autoencoder", state)
+        discrete(**{"num_resnet_blocks": 1} | changes).adapt_weights("autoencoder", state)
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -104,7 +104,7 @@ def test_what_does_not_fit_diffusers(changes, words):
     """Oracle: the message names the fields to change."""
     state = theirs_of(kl(3)).state_dict()
     with pytest.raises(ValueError, match=words):
-        kl(3, **changes).adapt("autoencoder", state)
+        kl(3, **changes).adapt_weights("autoencoder", state)
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ class Config(SystemConfig):
         return {name: getattr(self, name) for name in names}
 
     @classmethod
-    def completed(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
+    def complete_section(cls, model: dict[str, Any], run: Run) -> dict[str, Any]:
         """Returns the section `model` with image_size, num_frames and channels of the data if it leaves them out."""
         width, height = run.data.image_size, run.data.height or run.data.image_size
         return {
@@ -148,7 +148,7 @@ class Config(SystemConfig):
             **model,
         }
 
-    def conflicts_among(self, ranks: int) -> list[str]:
+    def list_conflicts_among_ranks(self, ranks: int) -> list[str]:
         """Returns an error message for each number that cannot be divided by `ranks`, the ranks that would share a
         clip's tokens: rows of patches, heads and channels. [] if all can.
         """
@@ -158,7 +158,7 @@ class Config(SystemConfig):
             {"rows of a frame's patches": rows, "attention heads, heads": self.heads, "channels, dim": self.dim},
         )
 
-    def conflicts_at(self, stage: int) -> list[str]:
+    def list_conflicts_at_stage(self, stage: int) -> list[str]:
         """Returns [one error message] at ZeRO stage 3 if the penalty's form is exact, which needs whole weights; []
         otherwise.
         """
@@ -170,11 +170,11 @@ class Config(SystemConfig):
             "model.discriminator.penalty.form=approximate, or take stage 0 to 2, such as ds_configs/zero2.json"
         ]
 
-    def conflicts(self, run: Run) -> list[str]:
+    def list_conflicts(self, run: Run) -> list[str]:
         """Returns an error message for each conflict with the data: their channels, size or numbers of frames differ,
         or weights of the perceptual loss are missing. [] if there are none.
         """
-        problems = self.unequal(run, channels="channels") + describe_missing_perceptual_weights(
+        problems = self.list_unequal_fields(run, channels="channels") + describe_missing_perceptual_weights(
             self.perceptual, "model.perceptual"
         )
         height = run.data.height or run.data.image_size

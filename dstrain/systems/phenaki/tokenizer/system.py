@@ -237,14 +237,14 @@ class TokenizerSystem(System):
             | {"usage": usage}
         )
 
-    def digest(self, means: dict[str, Tensor]) -> dict[str, float]:
+    def compute_figures(self, means: dict[str, Tensor]) -> dict[str, float]:
         """Returns two figures over all held-out samples: `perplexity` of the codebook, from 1 to K, and `dead_tokens`,
         the share of tokens that never occur.
         """
         return dict(zip(("perplexity", "dead_tokens"), compute_perplexity_and_unused_share(means["usage"])))
 
     @torch.no_grad()
-    def pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def make_pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Returns {"reconstruction": uint8}, originals and reconstructions side by side, (B, T, C, H, 2W); (B, C, H,
         2W) if clips are single frames. The last real frame of a clip is repeated in place of padding.
         """
@@ -256,7 +256,7 @@ class TokenizerSystem(System):
         return {"reconstruction": pairs if x.shape[1] > 1 else pairs[:, 0]}
 
     @torch.no_grad()
-    def codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
+    def compute_codes(self, nets: Nets, example: Example) -> dict[str, Tensor]:
         """Encodes the example's clips: {"tokens": int64 (B, t, h, w)}. Tokens of latent frames with padding have no
         meaning.
         """
@@ -267,7 +267,7 @@ class TokenizerSystem(System):
         """Decodes tokens, int64 (B, t, h, w), to clips (B, T, C, H, W) in [-1, 1]."""
         return nets["tokenizer"].decode_tokens(codes)
 
-    def identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def describe_identity(self, nets: Nets) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Returns all that the tokens of a clip depend on: the architecture, without fields that matter only in
         training or to another quantizer, and the weights by name.
         """
@@ -281,7 +281,7 @@ class TokenizerSystem(System):
         architecture = {name: value for name, value in architecture.items() if name not in left_out}
         return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
 
-    def adapt(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
+    def adapt_weights(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Returns a copy of the weights, and no notes. Raises ConfigError if the file is of phenaki-pytorch, or at the
         first name or shape that differs from the network's.
         """
@@ -302,7 +302,7 @@ class TokenizerSystem(System):
         """
         return self.picture_loss.list_frozen_networks()
 
-    def blocks(self) -> tuple[type[nn.Module], ...]:
+    def list_block_classes(self) -> tuple[type[nn.Module], ...]:
         """Returns the class of the transformers' blocks."""
         return (TransformerBlock,)
 
