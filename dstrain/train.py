@@ -89,7 +89,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
                 raise Stopped from error  # another rank has left at once, too
             watchdog.handle_if_ranks_lost(error)
             training.tracker.log_failure(
-                group.explain_error_and_schedule_end(error), page=isinstance(error, FloatingPointError)
+                group.explain_error_and_schedule_end(error), write_page=isinstance(error, FloatingPointError)
             )
             raise
         finally:
@@ -125,7 +125,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
         training.stops.defer_stops_to_main_thread(None)
         training.ema.update_averages(done, engines.collect_update_flags())
         done += 1
-        throughput.count_step(done, losses)
+        throughput.record_step_end(done, losses)
         tracker.move_progress_bar(done)
         training.saves.report_finished_save()  # reports saves that have ended meanwhile
         stop = ballot.await_outcome()  # everyone together
@@ -136,7 +136,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
         if is_due(every.report, done) or last:
             counts = {"skipped": course.state.skipped, "rollbacks": course.rollback_count}
             counts |= training.batches.count_samples_by_source(done)
-            tracker.report_means(done, throughput.compute_figures(done) | counts | engines.collect_metrics())
+            tracker.report_means(done, throughput.compute_interval_figures(done) | counts | engines.collect_metrics())
         if last or any(
             is_due(interval, done)
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
@@ -442,7 +442,7 @@ def finish_run(training: Training, done: int, left: bool) -> None:
     if training.first < saved == run.steps and not left:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
-        tracker.log_model(done, lambda into: write_part_weights(checkpoint, parts, run.samples.ema, into))
+        tracker.log_model_to_wandb(done, lambda into: write_part_weights(checkpoint, parts, run.samples.ema, into))
     tracker.log(folders.describe_run_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
     tracker.write_last_report(done)
     group.leave_process_group()  # signals are still caught and ignored: all is saved

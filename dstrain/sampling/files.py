@@ -30,10 +30,10 @@ from dstrain.tracking.videos import (
     FPS,
     convert_clip_to_frames,
     make_film_grid,
-    make_safe_name,
-    make_strip,
+    make_safe_file_name,
     save_gif,
     save_mp4,
+    tile_clip_frames,
 )
 
 FORMATS = ("gif", "mp4")
@@ -57,7 +57,7 @@ class About:
 
     def make_file_stem(self, number: int) -> str:
         """Returns the file name of a sample, without the suffix: its seed in six digits and its caption, if any."""
-        caption = make_safe_name(self.captions[number]) if self.captions else ""
+        caption = make_safe_file_name(self.captions[number]) if self.captions else ""
         return f"{self.seed + number:06d}" + (f"-{caption}" if caption else "")
 
 
@@ -112,7 +112,7 @@ class Pictures:
             save_gif(self.out / "grid.gif", make_film_grid(first, about.columns, captions), about.fps)
         save_png(
             self.out / "grid.png",
-            make_strip(first, captions) if self.videos else make_grid(first, about.columns, captions),
+            tile_clip_frames(first, captions) if self.videos else make_grid(first, about.columns, captions),
         )
         arrays = {} if about.labels is None else {"arr_1": about.labels.cpu().numpy().astype(np.int64)}
         if about.captions:

@@ -72,18 +72,18 @@ def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
     embeddings by the number of sampling steps. An evaluation with neither gets a plot of the means by quarter of the
     timesteps.
     """
-    panels = [_draw_bound, _draw_cumulative_bound] if "vb" in result["curves"] else []
+    panels = [_draw_bound_terms, _draw_cumulative_bound] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
-    panels += [_draw_errors if result["timesteps"] else _draw_sorted_curves] if others else []
-    panels += [_draw_similarities] if _list_sampling_steps(result) else []
-    _draw_panels(path, make_plot_title(result), panels or [_draw_quarters], result)
+    panels += [_draw_error_curves if result["timesteps"] else _draw_sorted_curves] if others else []
+    panels += [_draw_embedding_similarities] if _list_sampling_steps(result) else []
+    _plot_panels(path, make_plot_title(result), panels or [_draw_quarter_means], result)
 
 
 def plot_sorted_curves(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
     """Writes a PNG of curves, each sorted from its largest value down, such as the use of each token. curves: {name:
     values}. The file is written whole or not at all.
     """
-    _draw_panels(path, headline, [_draw_sorted_curves], {"curves": curves})
+    _plot_panels(path, headline, [_draw_sorted_curves], {"curves": curves})
 
 
 def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
@@ -91,12 +91,15 @@ def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
     it names the score, the loss or a metric, as "judge".
     """
     split = result["split"].replace("_", "-")
-    _draw_panels(
-        path, f"{result['run']} at step {result['step']}: {result['samples']} {split} samples", [_draw_widths], result
+    _plot_panels(
+        path,
+        f"{result['run']} at step {result['step']}: {result['samples']} {split} samples",
+        [_draw_score_by_width],
+        result,
     )
 
 
-def _draw_panels(path: str | os.PathLike, headline: str, panels: list[Any], result: dict[str, Any]) -> None:
+def _plot_panels(path: str | os.PathLike, headline: str, panels: list[Any], result: dict[str, Any]) -> None:
     """Writes a PNG of several panels side by side below a headline. `panels` are functions (axes, result) that draw one
     each.
     """
@@ -116,18 +119,18 @@ def _draw_panels(path: str | os.PathLike, headline: str, panels: list[Any], resu
         figure.savefig(file, format="png", dpi=130)
 
 
-def _draw_bound(axes: Any, result: dict[str, Any]) -> None:
+def _draw_bound_terms(axes: Any, result: dict[str, Any]) -> None:
     """Draws the terms of the variational bound by timestep."""
     values = _convert_none_to_nan(result["curves"]["vb"])
-    _draw_curve(axes, result, values, color=_INK)
-    _set_log_scale(axes, [values])
+    _draw_curve_by_timestep(axes, result, values, color=_INK)
+    _use_log_scale_if_positive(axes, [values])
     axes.set(title="the bound by timestep", ylabel="vb of one timestep, bits/dim")
 
 
 def _draw_cumulative_bound(axes: Any, result: dict[str, Any]) -> None:
     """Draws the sum of the bound's terms up to each timestep, and a line at the total."""
     values = list(accumulate(_convert_none_to_nan(result["curves"]["vb"])))
-    _draw_curve(axes, result, values, color=_INK)
+    _draw_curve_by_timestep(axes, result, values, color=_INK)
     total, prior = result["figures"].get("total"), result["figures"].get("prior")
     if total is not None and prior is not None:
         axes.axhline(total, color=_FAINT, linestyle="--", linewidth=1)
@@ -144,13 +147,13 @@ def _draw_cumulative_bound(axes: Any, result: dict[str, Any]) -> None:
     axes.set(title="summed up to a timestep", ylabel="bits/dim")
 
 
-def _draw_errors(axes: Any, result: dict[str, Any]) -> None:
+def _draw_error_curves(axes: Any, result: dict[str, Any]) -> None:
     """Draws each curve but vb, such as the mean squared error of eps, by timestep."""
     known = {"mse": "mse of eps", "x_start_mse": "mse of x_start"}
     curves = {name: _convert_none_to_nan(values) for name, values in result["curves"].items() if name != "vb"}
     for (name, values), color in zip(curves.items(), (_INK, _SECOND, "#3a7d44", "#7b4aa0", _FAINT)):
-        _draw_curve(axes, result, values, color=color, label=known.get(name, name))
-    _set_log_scale(axes, list(curves.values()))
+        _draw_curve_by_timestep(axes, result, values, color=color, label=known.get(name, name))
+    _use_log_scale_if_positive(axes, list(curves.values()))
     largest = max((value for values in curves.values() for value in values if value == value), default=0.0)
     if axes.get_yscale() == "log" and axes.get_ylim()[0] < 1e-6 * largest:
         axes.set_ylim(bottom=1e-6 * largest)  # errors of eps may be tiny at the timesteps of most noise
@@ -163,15 +166,15 @@ def _draw_sorted_curves(axes: Any, result: dict[str, Any]) -> None:
     """
     for index, (name, values) in enumerate(result["curves"].items()):
         values = sorted(_convert_none_to_nan(values), reverse=True)
-        axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_choose_style(values))
+        axes.plot(values, label=name, color=(_INK, _SECOND, _FAINT)[index % 3], **_choose_line_style(values))
     axes.set(title="by column", xlabel="rank of the column")
 
 
-def _draw_widths(axes: Any, result: dict[str, Any]) -> None:
+def _draw_score_by_width(axes: Any, result: dict[str, Any]) -> None:
     """Draws the score by the relative width of an average."""
     judge = result["judge"]
     pairs = sorted(zip(result["widths"], _convert_none_to_nan(result["scores"][judge])))
-    axes.plot(*zip(*pairs), color=_INK, **_choose_style([value for _, value in pairs]))
+    axes.plot(*zip(*pairs), color=_INK, **_choose_line_style([value for _, value in pairs]))
     axes.set(
         title="averages chosen afterwards",
         xlabel="relative width of the average",
@@ -190,7 +193,7 @@ def _list_sampling_steps(result: dict[str, Any]) -> list[int]:
     )
 
 
-def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
+def _draw_embedding_similarities(axes: Any, result: dict[str, Any]) -> None:
     """Draws the cosine similarity of embeddings that a prior samples with those of the image, the text and another
     text, by the number of sampling steps. Draws the similarity of text and image as a baseline, if it was measured.
     """
@@ -212,7 +215,7 @@ def _draw_similarities(axes: Any, result: dict[str, Any]) -> None:
     )
 
 
-def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
+def _draw_quarter_means(axes: Any, result: dict[str, Any]) -> None:
     """Draws the means of each quantity in the four quarters of the timesteps."""
     for index, (name, values) in enumerate(result["quarters"].items()):
         axes.plot(
@@ -221,7 +224,7 @@ def _draw_quarters(axes: Any, result: dict[str, Any]) -> None:
     axes.set(title="by quarter of the timesteps", xticks=range(4), xticklabels=["first", "second", "third", "last"])
 
 
-def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
+def _draw_curve_by_timestep(axes: Any, result: dict[str, Any], values: list[float], **style: Any) -> None:
     """Draws values by timestep. If there are timesteps from 20 on, the horizontal axis is symlog, which spreads the
     first ones.
     """
@@ -234,15 +237,15 @@ def _draw_curve(axes: Any, result: dict[str, Any], values: list[float], **style:
         axes.minorticks_off()
     axes.set_xlim(-0.08 if last >= 20 else -0.02 * max(last, 1), 1.1 * max(last, 1))
     axes.set_xlabel("timestep t (0 is the least noise)")
-    axes.plot(timesteps, values, **_choose_style(values), **style)
+    axes.plot(timesteps, values, **_choose_line_style(values), **style)
 
 
-def _choose_style(values: list[float]) -> dict[str, Any]:
+def _choose_line_style(values: list[float]) -> dict[str, Any]:
     """Returns matplotlib's arguments for the line of a curve. Curves of at most 60 points get markers."""
     return {"linewidth": 1.6, "marker": "o" if len(values) <= 60 else None, "markersize": 3}
 
 
-def _set_log_scale(axes: Any, curves: list[list[float]]) -> None:
+def _use_log_scale_if_positive(axes: Any, curves: list[list[float]]) -> None:
     """Makes the vertical axis logarithmic if all values of the curves are positive."""
     if all(value > 0 for values in curves for value in values if value == value):
         axes.set_yscale("log")

@@ -40,9 +40,9 @@ class Utilization:
     def __init__(self, system: System, batch: int, precision: str, train_only: Sequence[str] | None = None) -> None:
         self._system, self._batch, self._train_only, self._flops = system, batch, train_only, {}
         counts = group.device().type == "cuda" and group.rank() == 0
-        self._rate = find_chip_rate(group.device(), _DTYPES[precision]) if counts else None
+        self._rate = find_or_measure_chip_flops(group.device(), _DTYPES[precision]) if counts else None
 
-    def compute_figures(self, first: int, done: int, seconds: float) -> dict[str, float]:
+    def compute_tflops_and_mfu(self, first: int, done: int, seconds: float) -> dict[str, float]:
         """Returns {"tflops", "mfu"} of steps `first` + 1 to `done`, which took `seconds`: the useful operations of one
         rank in 10^12 a second, and as a share of the chip's peak. Returns {} on ranks other than 0, and without a GPU.
         If the operations cannot be counted, warns once and returns {} from then on.
@@ -50,7 +50,7 @@ class Utilization:
         if self._rate is None:
             return {}
         try:
-            work = sum(self._count_step(step) for step in range(first, done)) / group.world()
+            work = sum(self._count_step_flops(step) for step in range(first, done)) / group.world()
         except (RuntimeError, TypeError, ValueError) as error:  # as commands/probe.py meets them on the meta device
             warnings.warn(
                 f"mfu is not reported, since the operations of a step cannot be counted: {error}", stacklevel=2
@@ -59,7 +59,7 @@ class Utilization:
             return {}
         return {"tflops": work / seconds / 1e12, "mfu": work / seconds / self._rate}
 
-    def _count_step(self, step: int) -> float:
+    def _count_step_flops(self, step: int) -> float:
         """Returns the operations of a step over all ranks. Steps of the same turns and workload are counted once."""
         kind = self._system.turns(step), self._system.measure_workload(step)
         if kind not in self._flops:
@@ -76,7 +76,7 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
     """
     with torch.random.fork_rng(devices=[]):
         samples = system.synthetic(_SAMPLES)
-    system, meta = _copy_to_meta(system), torch.device("meta")
+    system, meta = _copy_system_to_meta(system), torch.device("meta")
     samples |= {"position": torch.arange(_SAMPLES), "step": torch.full((_SAMPLES,), step)}
     with torch.random.fork_rng(devices=[]), meta:
         networks = system.build_networks_on_meta()
@@ -129,7 +129,7 @@ def count_operation_flops(func: Any, args: tuple, kwargs: dict[str, Any], out: A
     return formula(*args, **kwargs, out_val=out) if formula is not None else 0
 
 
-def _copy_to_meta(system: System) -> System:
+def _copy_system_to_meta(system: System) -> System:
     """Returns a copy of a system whose frozen networks are on the meta device: they have shapes and no values."""
     tensors = [tensor for network in system.frozen() for tensor in (*network.parameters(), *network.buffers())]
     memo = {id(tensor): torch.empty_like(tensor, device="meta") for tensor in tensors}
@@ -141,23 +141,23 @@ def _copy_to_meta(system: System) -> System:
     return copy.deepcopy(system, memo)
 
 
-def find_chip_rate(device: torch.device, dtype: torch.dtype) -> float:
+def find_or_measure_chip_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Returns the floating-point operations a second that a device can do in a precision. They are from its data sheet
     (for dense matrices) or, if the device is not listed, from a measured matrix product. float32 means TF32 if torch
     may use it.
     """
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return find_peak_flops(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_rate(
+    return find_peak_flops(name, dtype, torch.get_float32_matmul_precision() != "highest") or measure_matmul_flops(
         device, dtype
     )
 
 
-def measure_matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0) -> float:
+def measure_matmul_flops(device: torch.device, dtype: torch.dtype, matrix_side: int = 0) -> float:
     """Returns operations a second, measured by the fastest of six products of random square matrices; takes some tens
-    of milliseconds. `size` is the side of the matrices, 0 for one that suits the device.
+    of milliseconds. `matrix_side` is the side of the matrices, 0 for one that suits the device.
     """
-    size = size or (8192 if device.type == "cuda" else 1024)
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    matrix_side = matrix_side or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(matrix_side, matrix_side, device=device).to(dtype) for _ in range(2))
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     seconds = []
     for _ in range(6):
@@ -166,4 +166,4 @@ def measure_matmul_rate(device: torch.device, dtype: torch.dtype, size: int = 0)
         a @ b
         wait()
         seconds.append(time.perf_counter() - begun)
-    return 2 * size**3 / min(seconds)
+    return 2 * matrix_side**3 / min(seconds)

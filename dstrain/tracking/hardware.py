@@ -67,12 +67,12 @@ CHIPS = {
 }
 
 
-def find_peak_flops(name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
+def find_peak_flops(gpu_name: str, dtype: torch.dtype, tf32: bool = False) -> float | None:
     """Returns the peak operations a second that are listed for a GPU. name: what torch calls it. Returns None if it is
     not listed.
     """
     for pattern, of_16_bits, of_tf32, of_fp32 in _PEAKS:
-        if re.fullmatch(pattern, name.removeprefix("NVIDIA ")):
+        if re.fullmatch(pattern, gpu_name.removeprefix("NVIDIA ")):
             if dtype != torch.float32:
                 return of_16_bits * 1e12
             return (of_tf32 if tf32 else of_fp32) * 1e12

@@ -17,13 +17,13 @@ from dstrain.distributed import group
 _LIBRARIES = ("torch", "deepspeed", "diffusers", "transformers", "numpy")
 
 
-def describe_machine(system: Path | None = None) -> dict[str, Any]:
+def describe_machine(system_file: Path | None = None) -> dict[str, Any]:
     """Returns facts about this process by name, for the records of a run: world, device, host, cores, versions of
-    libraries, commit and dirty (see `read_commit`).
+    libraries, commit and dirty (see `read_git_commit`).
 
-    system: the file of a system from outside dstrain, whose own commit is added; None if there is none.
+    system_file: the file of a system from outside dstrain, whose own commit is added; None if there is none.
     """
-    outside = {} if system is None else {"system": read_commit(system)}
+    outside = {} if system_file is None else {"system": read_git_commit(system_file)}
     versions = {"dstrain": __version__, "python": platform.python_version(), "cuda": torch.version.cuda}
     for library in _LIBRARIES:
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -35,19 +35,19 @@ def describe_machine(system: Path | None = None) -> dict[str, Any]:
         "host": socket.gethostname(),
         "cores": os.cpu_count(),
         "versions": {library: version for library, version in versions.items() if version},
-        **read_commit(),
+        **read_git_commit(),
         **outside,
     }
 
 
-def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
+def read_git_commit(code_file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[str, Any]:
     """Returns {"commit", "dirty"} of the git checkout that holds a file; {} if git does not track the file or cannot be
     run. dirty is True if the code has untracked files, or changes that are not committed.
 
     The code is the folder of the file if it is an __init__.py, else the file alone. The folders `launch` and
     `ds_configs` beside it count, too.
     """
-    code = file.parent if file.name == "__init__.py" else file
+    code = code_file.parent if code_file.name == "__init__.py" else code_file
 
     def run_git(*words: str) -> str:
         """Returns what a git command prints in the code's folder. Raises SubprocessError if it fails."""
@@ -63,7 +63,7 @@ def read_commit(file: Path = Path(__file__).parents[1] / "__init__.py") -> dict[
         ).stdout
 
     try:
-        run_git("ls-files", "--error-unmatch", file)  # else the repository is somebody else's
+        run_git("ls-files", "--error-unmatch", code_file)  # else the repository is somebody else's
         changed = run_git("status", "--porcelain", "--", code.name, "launch", "ds_configs")
         return {"commit": run_git("rev-parse", "HEAD").strip(), "dirty": bool(changed.strip())}
     except (OSError, subprocess.SubprocessError):

@@ -41,19 +41,19 @@ class Meter:
         quartile = terms.get("quartile")
         each = tuple(name for name in shapes if name != "quartile")
         if each:
-            values = torch.stack([_widen_values(terms[name]) for name in each])  # (names, B)
-            self._accumulate((part, each, (), quartile is not None), values, quartile)
+            values = torch.stack([_widen_to_float64(terms[name]) for name in each])  # (names, B)
+            self._add_to_sums((part, each, (), quartile is not None), values, quartile)
         scalars = tuple(name for name in terms if name not in shapes)
         if scalars:
-            values = torch.stack([_widen_values(terms[name]) for name in scalars])[:, None]  # (names, 1)
+            values = torch.stack([_widen_to_float64(terms[name]) for name in scalars])[:, None]  # (names, 1)
             size = next(iter(shapes.values()), (1,))[0]
-            self._accumulate((part, (), scalars, False), values, None, size)
+            self._add_to_sums((part, (), scalars, False), values, None, size)
 
     def clear_terms(self) -> None:
         """Discards all terms that were added since the last `compute_means`."""
         self._sums = {}
 
-    def _accumulate(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
+    def _add_to_sums(self, key: _Key, values: Tensor, quartile: Tensor | None, weight: int = 1) -> None:
         """Adds values (names, B) to the sums over all samples. With `quartile` (B,), which says to which quarter of the
         timesteps each sample belongs, also adds them to the sums of the quarters. `weight` is how often each value
         counts.
@@ -104,6 +104,6 @@ def _choose_mean_name(name: str, quarter: int) -> str | None:
     return f"{'loss' if name == 'loss_each' else name}_q{quarter - 1}"
 
 
-def _widen_values(values: Tensor) -> Tensor:
+def _widen_to_float64(values: Tensor) -> Tensor:
     """Returns values as float64 without a graph; as float32 on Apple's GPU, which has no float64."""
     return values.detach().to(torch.float32 if values.device.type == "mps" else torch.float64)

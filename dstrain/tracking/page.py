@@ -25,14 +25,14 @@ class Page:
         self._errors: IO[bytes] | None = None
         self._failed = False
 
-    def write_if_due(self, done: int) -> None:
+    def write_report_if_due(self, done: int) -> None:
         """Starts the process that writes report.html, if `done` has reached a multiple of `every` since the last report
         was started. Does nothing if an earlier such process still runs.
         """
         if self._every and done // self._every > self._written // self._every and self._wait_for_writer():
-            self._start_writer(done, niceness=19)
+            self._start_report_writer(done, niceness=19)
 
-    def write_last(self, done: int, seconds: float) -> None:
+    def write_last_report(self, done: int, seconds: float) -> None:
         """Writes report.html after the last step, by a new process, and waits for this process at most `seconds`. After
         that, it continues beside the end of the run, if the machine lets it. Kills an earlier process that still writes
         a report.
@@ -46,11 +46,11 @@ class Page:
             if not self._wait_for_writer():
                 os.killpg(self._starter.pid, signal.SIGKILL)
                 self._close_writer()
-            self._start_writer(done, niceness=0)
+            self._start_report_writer(done, niceness=0)
             if not self._wait_for_writer(seconds):
                 self._note(f"report.html is still being written after {seconds:g} s, which goes on beside the end")
 
-    def _start_writer(self, done: int, niceness: int) -> None:
+    def _start_report_writer(self, done: int, niceness: int) -> None:
         """Starts `python -m dstrain.tracking.report` on the run's folder, with this niceness."""
         self._written = done
         try:
@@ -67,7 +67,7 @@ class Page:
                 stderr=self._errors,
             )
         except OSError as error:
-            self._log_first_fault(str(error))
+            self._log_first_error(str(error))
 
     def _wait_for_writer(self, seconds: float = 0.0) -> bool:
         """Waits at most `seconds` for the process that writes report.html. Returns True if none runs any more. Logs the
@@ -80,7 +80,7 @@ class Page:
         if self._starter.stdout.read() != b"written":
             self._errors.seek(0)
             lines = self._errors.read().decode("utf-8", "replace").split("\n")
-            self._log_first_fault(
+            self._log_first_error(
                 next((line.strip() for line in reversed(lines) if line.strip()), "its process was ended")
             )
         self._close_writer()
@@ -93,7 +93,7 @@ class Page:
         self._starter.wait()
         self._starter = None
 
-    def _log_first_fault(self, reason: str) -> None:
+    def _log_first_error(self, reason: str) -> None:
         """Logs why report.html was not written, the first time only."""
         if not self._failed:
             self._failed = True

@@ -34,7 +34,7 @@ def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str
         raise ConfigError(f"a grid needs uint8 (N, 1, 3 or 4, H, W), got {images.dtype} {shape}")
     pictures = enlarge_pictures(images, _CAPTIONED_SIDE if captions else _SIDE)
     if captions:
-        pictures = np.concatenate((pictures, draw_captions(captions, *pictures.shape[2:])), axis=1)
+        pictures = np.concatenate((pictures, render_captions(captions, *pictures.shape[2:])), axis=1)
     return tile_pictures(pictures, columns)
 
 
@@ -52,7 +52,7 @@ def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarra
     grid about square.
     """
     num, height, width, channels = pictures.shape
-    columns = columns or choose_columns(num)
+    columns = columns or choose_grid_columns(num)
     rows = math.ceil(num / columns)
     down, right = height + _PADDING, width + _PADDING
     whole = np.zeros((rows * down + _PADDING, columns * right + _PADDING, channels), np.uint8)
@@ -62,7 +62,7 @@ def tile_pictures(pictures: np.ndarray, columns: int | None = None) -> np.ndarra
     return whole
 
 
-def draw_captions(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
+def render_captions(captions: Sequence[str], width: int, channels: int) -> np.ndarray:
     """Renders captions as white text on black: uint8 (N, H, width, C). All pictures have as many lines as the longest
     caption needs, at most 4.
     """
@@ -108,7 +108,7 @@ def composite_on_white(images: Tensor) -> Tensor:
     return (colours * alpha + 255 * (1 - alpha)).round().to(torch.uint8)
 
 
-def choose_columns(num: int) -> int:
+def choose_grid_columns(num: int) -> int:
     """Returns a number of columns for a grid of `num` pictures, at least as large as the number of rows. It is the
     smallest number with which all rows are full, if the grid is then at most twice as wide as high. Otherwise it makes
     the grid about square.

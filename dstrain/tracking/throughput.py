@@ -63,7 +63,7 @@ class Throughput:
         self._done, self._begun, self._paused, self._waited_before = done, time.perf_counter(), 0.0, self._waited()
         self._compiled = _read_compile_seconds()
 
-    def count_step(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
+    def record_step_end(self, done: int, losses: dict[str, list[Tensor]] | None = None) -> None:
         """Tells the profiler that step `done` has ended. After the command's first step, logs how long this step took,
         and its mean losses. losses: {part: losses of this rank's micro-batches}.
         """
@@ -91,7 +91,7 @@ class Throughput:
         finally:
             self._paused += time.perf_counter() - entered
 
-    def compute_figures(self, done: int) -> dict[str, float]:
+    def compute_interval_figures(self, done: int) -> dict[str, float]:
         """Returns {name: value} of the interval that ends after `done` steps, such as lr, samples_per_second, data_wait
         (a share), peak_memory_gb, mfu and seconds_left. Starts the next interval. Waits for the GPU.
         """
@@ -105,10 +105,10 @@ class Throughput:
             "samples_per_second": steps * self._batch / seconds,
             "step_seconds": seconds / max(steps, 1),
             "data_wait": (self._waited() - self._waited_before) / seconds,
-            "peak_memory_gb": _read_peak_memory(),
+            "peak_memory_gb": _read_peak_memory_gb(),
         }
         if self._utilization is not None:
-            figures |= self._utilization.compute_figures(self._done, done, seconds)
+            figures |= self._utilization.compute_tflops_and_mfu(self._done, done, seconds)
         self._reset_interval(done)
         return figures | {"seconds_left": self._estimate_seconds_left(done, figures["step_seconds"])}
 
@@ -123,7 +123,7 @@ class Throughput:
         return pace * (self._steps - done)
 
 
-def _read_peak_memory() -> float:
+def _read_peak_memory_gb() -> float:
     """Returns the largest memory that this rank has used so far, in GB: allocated on the GPU, or without one resident
     on the host.
     """

@@ -35,7 +35,7 @@ from dstrain.tracking.machine import describe_machine, describe_memory_use
 from dstrain.tracking.meter import Meter
 from dstrain.tracking.page import Page
 from dstrain.tracking.pictures import make_grid, save_png
-from dstrain.tracking.videos import make_film_grid, make_strip, save_gif
+from dstrain.tracking.videos import make_film_grid, save_gif, tile_clip_frames
 from dstrain.tracking.wandb_sink import WandbSink
 
 _PATIENCE = 5.0  # seconds that a run which was stopped early waits for its report.html
@@ -90,7 +90,7 @@ class Tracker:
             return
         with explain_write_errors(self.folder / "metrics.jsonl", "make room there, or name another folder="):
             self.folder.mkdir(parents=True, exist_ok=True)
-            damaged = _remove_later_lines(self.folder / "metrics.jsonl", resumed_step)
+            damaged = _remove_lines_after_step(self.folder / "metrics.jsonl", resumed_step)
             torn = lines.remove_partial_last_line(self.folder / "log.txt")
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -140,7 +140,7 @@ class Tracker:
         timing = {name: value for name, value in values.items() if name.rpartition("/")[2].startswith(TIMING)}
         steady = {name: value for name, value in values.items() if name not in timing}
         self._append_to_file(
-            "metrics.jsonl", _format_line({"step": done, **steady, "timing": timing | {"time": time.time()}})
+            "metrics.jsonl", _format_as_json_line({"step": done, **steady, "timing": timing | {"time": time.time()}})
         )
         self.log(self._format_log_line(done, values))
         get_phases().print_fewer_heartbeat_lines()
@@ -149,7 +149,7 @@ class Tracker:
             | {f"timing/{name}": value for name, value in timing.items()},
             done,
         )
-        self._page.write_if_due(done)
+        self._page.write_report_if_due(done)
 
     def report_scores(
         self, done: int, scores: dict[str, float], curves: dict[str, list[float]] | None = None, kind: str = "held_out"
@@ -164,7 +164,7 @@ class Tracker:
         if not self._first:
             return
         named = {f"{kind}/{name}": value for name, value in scores.items()}
-        self._append_to_file("metrics.jsonl", _format_line({"step": done, **named}))
+        self._append_to_file("metrics.jsonl", _format_as_json_line({"step": done, **named}))
         self.log(self._format_log_line(done, named))
         self._send_values(named, done)
         for name, values in (curves or {}).items():
@@ -173,7 +173,7 @@ class Tracker:
                 path.parent.mkdir(exist_ok=True)  # and never the run's folder, which may be taken away
                 plot_sorted_curves(path, f"{self._name} at step {done}, held out", {name: values})
             except OSError as error:
-                self._note_write_error(path.parent.name, error)
+                self._print_first_write_error(path.parent.name, error)
                 return
             self._wandb.log_media(f"held_out/{name}", path, done)
             if self._board is not None:
@@ -197,7 +197,7 @@ class Tracker:
         if images.ndim == 5 and images.shape[1] == 1:
             images = images[:, 0]
         videos = images.ndim == 5
-        pixels = make_strip(images, captions) if videos else make_grid(images, columns, captions)
+        pixels = tile_clip_frames(images, captions) if videos else make_grid(images, columns, captions)
         suffix = "" if name == "samples" else f"_{name}"
         path = self.folder / "samples" / f"step_{done:08d}{suffix}.png"
         try:
@@ -206,7 +206,7 @@ class Tracker:
             if videos:
                 save_gif(path.with_suffix(".gif"), make_film_grid(images, columns, captions))
         except OSError as error:
-            self._note_write_error(path.parent.name, error)
+            self._print_first_write_error(path.parent.name, error)
             return
         self._wandb.log_media(name, path.with_suffix(".gif") if videos else path, done)
         if self._board is not None:
@@ -221,9 +221,9 @@ class Tracker:
             return
         self._write_event("rollback", step, {"done": done, "trouble": trouble})
         try:
-            _remove_later_lines(self.folder / "metrics.jsonl", step)
+            _remove_lines_after_step(self.folder / "metrics.jsonl", step)
         except OSError as error:
-            self._note_write_error("metrics.jsonl", error)
+            self._print_first_write_error("metrics.jsonl", error)
         self.move_progress_bar(step)
 
     def find_written_results(self, done: int) -> tuple[bool, bool, bool]:
@@ -245,15 +245,15 @@ class Tracker:
             )
         return group.broadcast_from_first((drawn, evaluated, measured))
 
-    def log_model(self, done: int, write: Callable[[Path], None]) -> None:
-        """Logs the weights to wandb as an artifact. For this, calls `write`, which must fill the folder RUN/model. Does
-        nothing unless track.artifact is set and wandb is on. If writing fails, logs why.
+    def log_model_to_wandb(self, done: int, write_weights: Callable[[Path], None]) -> None:
+        """Logs the weights to wandb as an artifact. For this, calls `write_weights`, which must fill the folder
+        RUN/model. Does nothing unless track.artifact is set and wandb is on. If writing fails, logs why.
         """
         if not (self._first and self._artifact and self._wandb.is_on):
             return
         folder = self.folder / "model"
         try:
-            write(folder)
+            write_weights(folder)
         except (OSError, ValueError) as error:
             self.log(f"track.artifact: the model was not logged: {error}")
         else:
@@ -264,16 +264,16 @@ class Tracker:
         step, 5 s if the run was stopped early.
         """
         if self._first:
-            self._page.write_last(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
+            self._page.write_last_report(done, min(60.0 if done == self._steps else _PATIENCE, self._patience))
 
-    def log_failure(self, text: str, page: bool) -> None:
-        """Logs `text`, the error that ends the run. If `page` is True, also writes report.html, so that the report
-        shows the error.
+    def log_failure(self, text: str, write_page: bool) -> None:
+        """Logs `text`, the error that ends the run. If `write_page` is True, also writes report.html, so that the
+        report shows the error.
         """
         self._faults.add("log.txt")  # it would be no news now that training goes on without it
         self.log(text)
-        if self._first and page:
-            self._page.write_last(self._done, _PATIENCE)
+        if self._first and write_page:
+            self._page.write_last_report(self._done, _PATIENCE)
 
     def log(self, text: str) -> None:
         """On rank 0, prints a line of text and appends it to log.txt. Control characters, which a terminal would obey,
@@ -322,16 +322,18 @@ class Tracker:
 
     def _write_event(self, kind: str, step: int, facts: dict[str, Any]) -> None:
         """Appends an event to events.jsonl. kind: start or rollback."""
-        self._append_to_file("events.jsonl", _format_line({"event": kind, "time": time.time(), "step": step, **facts}))
+        self._append_to_file(
+            "events.jsonl", _format_as_json_line({"event": kind, "time": time.time(), "step": step, **facts})
+        )
 
     def _append_to_file(self, name: str, text: str) -> None:
         """Appends text to a file in the run's folder. If that fails, raises no error, and prints why the first time."""
         try:
             lines.append_lines(self.folder / name, text)
         except OSError as error:
-            self._note_write_error(name, error)
+            self._print_first_write_error(name, error)
 
-    def _note_write_error(self, name: str, error: OSError) -> None:
+    def _print_first_write_error(self, name: str, error: OSError) -> None:
         """Prints that a file of the run cannot be written, once for each file."""
         if name not in self._faults:
             self._faults.add(name)
@@ -342,10 +344,10 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Returns the entries of a metrics.jsonl, one dictionary a line. Skips half-written lines, which kill -9 may
     leave.
     """
-    return _read_entries(path)[0]
+    return _read_entries_and_count_broken(path)[0]
 
 
-def _read_entries(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
+def _read_entries_and_count_broken(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
     """Returns the entries of a metrics.jsonl, and how many lines are half-written. If half a line is followed by a
     whole entry without a line break, this entry is returned, too.
     """
@@ -371,18 +373,18 @@ def _parse_entry(line: str) -> dict[str, Any]:
     return entry
 
 
-def _remove_later_lines(path: Path, step: int) -> int:
+def _remove_lines_after_step(path: Path, step: int) -> int:
     """Removes lines from a metrics.jsonl: those of steps after `step`, and half-written ones. The file is replaced as a
     whole. Returns how many lines were half-written. Returns 0 if there is no file.
     """
     if not path.is_file():
         return 0
-    entries, damaged = _read_entries(path)
-    atomic.write_file(path, "".join(_format_line(entry) for entry in entries if entry["step"] <= step))
+    entries, damaged = _read_entries_and_count_broken(path)
+    atomic.write_file(path, "".join(_format_as_json_line(entry) for entry in entries if entry["step"] <= step))
     return damaged
 
 
-def _format_line(entry: dict[str, Any]) -> str:
+def _format_as_json_line(entry: dict[str, Any]) -> str:
     """Returns an entry as one line of strict JSON. Numbers that are not finite become null."""
 
     def replace_nonfinite(value: Any) -> Any:

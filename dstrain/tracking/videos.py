@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dstrain.disk import atomic
 from dstrain.recipe import ConfigError
-from dstrain.tracking.pictures import composite_on_white, draw_captions, enlarge_pictures, make_grid, tile_pictures
+from dstrain.tracking.pictures import composite_on_white, enlarge_pictures, make_grid, render_captions, tile_pictures
 
 FPS = 10  # frames a second: a whole number of a GIF's hundredths of a second, too
 _STRIP_FRAMES = 9  # of a clip in a strip
@@ -36,24 +36,24 @@ def make_film_grid(clips: Tensor, columns: int | None = None, captions: Sequence
     small ones and puts captions below, as pictures.make_grid does. Raises ConfigError if `clips` has another dtype or
     shape.
     """
-    _require_clips(clips)
+    _require_valid_clips(clips)
     return np.stack([make_grid(frames, columns, captions) for frames in clips.unbind(1)])
 
 
-def make_strip(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
+def tile_clip_frames(clips: Tensor, captions: Sequence[str] | None = None) -> np.ndarray:
     """Tiles frames of clips into one picture, a row for each clip: uint8 (N, T, C, H, W) -> (H', W', C). Shows at most
     16 clips, and at most 9 evenly spaced frames of each. Raises ConfigError if `clips` has another dtype or shape.
     """
-    _require_clips(clips)
+    _require_valid_clips(clips)
     clips = clips[:_STRIP_CLIPS]
     shown = torch.linspace(0, clips.shape[1] - 1, min(_STRIP_FRAMES, clips.shape[1])).round().long()
     rows = np.stack([tile_pictures(enlarge_pictures(clip), len(shown)) for clip in clips[:, shown]])
     if captions:
-        rows = np.concatenate((rows, draw_captions(captions[:_STRIP_CLIPS], *rows.shape[2:])), axis=1)
+        rows = np.concatenate((rows, render_captions(captions[:_STRIP_CLIPS], *rows.shape[2:])), axis=1)
     return tile_pictures(rows, 1)
 
 
-def _require_clips(clips: Tensor) -> None:
+def _require_valid_clips(clips: Tensor) -> None:
     """Raises ConfigError if `clips` is not uint8 (N, T, 1, 3 or 4, H, W), or is empty."""
     shape = tuple(clips.shape)
     if clips.dtype != torch.uint8 or len(shape) != 5 or shape[2] not in (1, 3, 4) or 0 in shape:
@@ -127,7 +127,7 @@ def save_mp4(path: str | os.PathLike, frames: np.ndarray, fps: int = FPS) -> Non
         file.mux(stream.encode(None))
 
 
-def make_safe_name(text: str) -> str:
+def make_safe_file_name(text: str) -> str:
     """Converts a text to a part of a file name: lower-case ASCII letters, digits and single dashes, at most 60
     characters.
     """

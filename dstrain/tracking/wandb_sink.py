@@ -66,8 +66,8 @@ class WandbSink:
         try:
             # Not in the thread: workers that are forked while it holds an import lock would hang.
             self._wandb = importlib.import_module("wandb")
-            _rename_empty_runs(folder / "wandb")
-            self._id, self._entries = _read_or_make_id(folder)
+            _rename_empty_offline_runs(folder / "wandb")
+            self._id, self._entries = _read_or_make_run_id(folder)
             self._path, self._reserved = folder / "wandb_id", self._entries
             self._arguments = {
                 "id": self._id,
@@ -265,7 +265,7 @@ def _require_server_answer(url: str) -> None:
         urllib.request.urlopen(url, timeout=_PROBE_SECONDS).close()
 
 
-def _rename_empty_runs(folder: Path) -> None:
+def _rename_empty_offline_runs(folder: Path) -> None:
     """Renames folders of offline runs that hold no entries to empty-run-*, since `wandb sync` would send no run at all
     if one of them were left. Such folders may be left by kill -9.
     """
@@ -274,7 +274,7 @@ def _rename_empty_runs(folder: Path) -> None:
             path.parent.rename(folder / path.parent.name.replace("offline-run-", "empty-run-", 1))
 
 
-def _read_or_make_id(folder: Path) -> tuple[str, int]:
+def _read_or_make_run_id(folder: Path) -> tuple[str, int]:
     """Returns (id, number): the run's id for wandb, and the number of the next entry. If the folder holds no id yet,
     makes one and saves it; the number is then 0.
     """

@@ -14,7 +14,7 @@ from dstrain import recipe, rng, systems
 from dstrain.distributed import group
 from dstrain.systems.dit.system import DiTSystem
 from dstrain.systems.phenaki.masking import MEAN_RATIO
-from dstrain.tracking.flops import Utilization, count_step_flops, find_chip_rate
+from dstrain.tracking.flops import Utilization, count_step_flops, find_or_measure_chip_flops
 from dstrain.tracking.hardware import find_peak_flops
 from tests.support import first_stage
 from tests.support.launch import ROOT
@@ -114,21 +114,21 @@ def test_rates_of_chips():
         assert find_peak_flops(name, torch.bfloat16) == (peak and peak * 1e12), name
     assert find_peak_flops("NVIDIA A100-SXM4-40GB", torch.float32) == 19.5e12
     assert find_peak_flops("NVIDIA A100-SXM4-40GB", torch.float32, tf32=True) == 156e12
-    assert find_chip_rate(torch.device("cpu"), torch.float32) > 0
+    assert find_or_measure_chip_flops(torch.device("cpu"), torch.float32) > 0
 
 
 def test_reports(monkeypatch):
     """Oracle: the count of a step times 10 steps, over 4 s and the rate of an H200; a CPU reports none of it."""
     run = recipe.load_recipe(Path(ROOT / "tests/launch/tiny.yaml"), ["batch.global=8", "model.image_size=8"])
     system = systems.build("dit", {**run.model, "in_channels": 1})
-    assert Utilization(system, 8, "bf16").compute_figures(0, 10, 4.0) == {}
+    assert Utilization(system, 8, "bf16").compute_tflops_and_mfu(0, 10, 4.0) == {}
     monkeypatch.setattr(group, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     clock = [100.0]
     monkeypatch.setattr("dstrain.tracking.throughput.time.perf_counter", lambda: clock[0])
     made = time_run(run, 20, system=system, precision="bf16")
     clock[0] += 4
-    figures, work = made.compute_figures(30), 10 * count_step_flops(system, 8)
+    figures, work = made.compute_interval_figures(30), 10 * count_step_flops(system, 8)
     assert figures["mfu"] == pytest.approx(work / 4 / 989.4e12) and figures["tflops"] == pytest.approx(work / 4e12)
     assert figures["step_seconds"] == pytest.approx(0.4)
 
@@ -140,7 +140,7 @@ def test_reports(monkeypatch):
             return super().loss(part, nets, example)
 
     with pytest.warns(UserWarning, match="mfu is not reported"):
-        assert Utilization(Values(system.config), 8, "bf16").compute_figures(0, 10, 4.0) == {}
+        assert Utilization(Values(system.config), 8, "bf16").compute_tflops_and_mfu(0, 10, 4.0) == {}
 
 
 def test_steps_of_different_cost(monkeypatch):
@@ -158,5 +158,5 @@ def test_steps_of_different_cost(monkeypatch):
     for system in (cut, InTurn(cut.config)):
         each = [count_step_flops(system, 8, step) for step in range(6)]
         assert len(set(each)) > 2
-        figures = Utilization(system, 8, "bf16").compute_figures(0, 6, 2.0)
+        figures = Utilization(system, 8, "bf16").compute_tflops_and_mfu(0, 6, 2.0)
         assert figures["tflops"] == pytest.approx(sum(each) / 2e12, rel=1e-6)

@@ -22,27 +22,27 @@ def test_the_commit_of_the_code_that_runs(tmp_path, name):
     system from outside has its own, beside that of dstrain.
     """
     file = tmp_path / name
-    assert machine.read_commit(file) == {}  # no repository
+    assert machine.read_git_commit(file) == {}  # no repository
     git(tmp_path, "init", "-q")
     for path in (file, tmp_path / "runs" / "__init__.py"):
         path.parent.mkdir(exist_ok=True)
         path.write_text("")
-    assert machine.read_commit(file) == {}  # one that does not have the package, such as site-packages
+    assert machine.read_git_commit(file) == {}  # one that does not have the package, such as site-packages
     (tmp_path / ".gitignore").write_text("*.pyc\n")
     git(tmp_path, "add", file, ".gitignore")
     git(tmp_path, "commit", "-qm", "one")
     head = git(tmp_path, "rev-parse", "HEAD").strip()
     (file.parent / "a.pyc").write_text("ignored")
-    assert machine.read_commit(file) == {"commit": head, "dirty": False}  # runs/ is no code
+    assert machine.read_git_commit(file) == {"commit": head, "dirty": False}  # runs/ is no code
     if file.name == "__init__.py":
         (file.parent / "new.py").write_text("")
-        assert machine.read_commit(file) == {"commit": head, "dirty": True}
+        assert machine.read_git_commit(file) == {"commit": head, "dirty": True}
         (file.parent / "new.py").unlink()
     file.write_text("changed")
-    assert machine.read_commit(file)["dirty"]
+    assert machine.read_git_commit(file)["dirty"]
     facts = machine.describe_machine(file)
     assert facts["system"] == {"commit": head, "dirty": True}
-    assert {key: facts.get(key) for key in machine.read_commit()} == machine.read_commit()
+    assert {key: facts.get(key) for key in machine.read_git_commit()} == machine.read_git_commit()
     assert "system" not in machine.describe_machine()
 
 

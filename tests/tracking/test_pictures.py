@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from dstrain.tracking.pictures import choose_columns, make_grid, save_png
+from dstrain.tracking.pictures import choose_grid_columns, make_grid, save_png
 
 
 def test_every_pixel_of_a_grid():
@@ -34,7 +34,7 @@ def test_small_pictures_are_enlarged(size, factor):
 @pytest.mark.parametrize("num, columns", [(1, 1), (2, 2), (3, 2), (4, 2), (7, 3), (12, 4), (16, 4), (40, 8), (64, 8)])
 def test_near_square(num, columns):
     """Oracle: numbers of columns written out by hand."""
-    assert choose_columns(num) == columns
+    assert choose_grid_columns(num) == columns
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def steps(tmp_path):
         made = time_run(run, first, window=window, note=lines.append)
         for done in range(first + 1, first + count + 1):
             torch.ones(done, 3) @ torch.ones(3, 3)
-            made.count_step(done)
+            made.record_step_end(done)
         if end:
             made.close()
         return sorted(path.name for path in (tmp_path / "profile").glob("*")), lines

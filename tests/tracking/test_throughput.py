@@ -39,12 +39,12 @@ def test_rates(hands):
     made = throughput(hands)
     hands.now += 4
     hands.waited += 1
-    figures = made.compute_figures(10)
+    figures = made.compute_interval_figures(10)
     assert figures["samples_per_second"] == 160 and figures["data_wait"] == 0.25
     assert figures["images_seen"] == 640
     hands.now += 2
     hands.waited += 2
-    figures = made.compute_figures(12)
+    figures = made.compute_interval_figures(12)
     assert figures["samples_per_second"] == 64 and figures["data_wait"] == 1 and figures["images_seen"] == 768
 
 
@@ -52,7 +52,7 @@ def test_a_resumed_run_counts_from_where_it_began(hands):
     """Oracle: 20 steps in 10 s, though the run is at step 520; images seen are those of the whole run."""
     made = throughput(hands, 500)
     hands.now += 10
-    figures = made.compute_figures(520)
+    figures = made.compute_interval_figures(520)
     assert figures["samples_per_second"] == 128 and figures["images_seen"] == 520 * 64
 
 
@@ -66,9 +66,9 @@ def test_paused_time_is_left_out(hands):
         hands.now += 7
         raise OSError
     hands.now += 1
-    assert made.compute_figures(1)["samples_per_second"] == 32
+    assert made.compute_interval_figures(1)["samples_per_second"] == 32
     hands.now += 2
-    assert made.compute_figures(2)["samples_per_second"] == 32
+    assert made.compute_interval_figures(2)["samples_per_second"] == 32
 
 
 def test_the_time_left(hands):
@@ -76,15 +76,15 @@ def test_the_time_left(hands):
     made = throughput(hands)
     steps = made._steps
     hands.now += 5
-    assert made.compute_figures(10)["seconds_left"] == 0.5 * (steps - 10)
+    assert made.compute_interval_figures(10)["seconds_left"] == 0.5 * (steps - 10)
     with made.exclude_time():
         hands.now += 15
     hands.now += 5
-    assert made.compute_figures(20)["seconds_left"] == 2 * (steps - 20)
+    assert made.compute_interval_figures(20)["seconds_left"] == 2 * (steps - 20)
     made.start_interval(15)  # the run went back
     hands.now += 15
-    assert made.compute_figures(20)["seconds_left"] == 3 * (steps - 20)
-    assert made.compute_figures(steps)["seconds_left"] == 0
+    assert made.compute_interval_figures(20)["seconds_left"] == 3 * (steps - 20)
+    assert made.compute_interval_figures(steps)["seconds_left"] == 0
 
 
 def test_the_first_step_is_told(hands):
@@ -93,7 +93,7 @@ def test_the_first_step_is_told(hands):
     made = time_run(recipe.load_recipe(None, []), 7, note=lines.append)
     hands.now += 2
     for done in (8, 9):
-        made.count_step(done, {"a": [torch.tensor(1.0), torch.tensor(2.0)], "b": [torch.tensor(3.0)]})
+        made.record_step_end(done, {"a": [torch.tensor(1.0), torch.tensor(2.0)], "b": [torch.tensor(3.0)]})
     assert lines == ["first step: 2.0 s, loss of a 1.5, b 3"]
 
 
@@ -109,21 +109,21 @@ def test_the_end_of_compiling_is_told():
     began = time.perf_counter()
     assert torch.compile(lambda x: x + 1, backend=compiler)(torch.ones(1)) == 2
     took = time.perf_counter() - began
-    made.count_step(8, {"a": [torch.tensor(1.0)]})
+    made.record_step_end(8, {"a": [torch.tensor(1.0)]})
     words = re.fullmatch(r"first step: ([\d.]+) s, blocks compiled in ([\d.]+) s of it, loss of a 1", lines[0])
     assert 0.3 <= float(words[2]) <= took + 0.05 and float(words[2]) <= float(words[1])
 
 
 def test_no_time_at_all(hands):
     """Oracle: a clock that stands still divides by nothing."""
-    assert throughput(hands).compute_figures(1)["samples_per_second"] > 0
+    assert throughput(hands).compute_interval_figures(1)["samples_per_second"] > 0
 
 
 def test_the_rate_is_the_one_of_the_last_step(hands):
     """Oracle: Optimizer.compute_lr of the step that was taken last: lr * 3 / 10 after three of ten warm-up steps."""
     made = throughput(hands)
-    assert made.compute_figures(3)["lr"] == pytest.approx(0.15)
-    assert made.compute_figures(100)["lr"] == 0.5
+    assert made.compute_interval_figures(3)["lr"] == pytest.approx(0.15)
+    assert made.compute_interval_figures(100)["lr"] == 0.5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="counts the GPU's memory there")
@@ -131,4 +131,4 @@ def test_peak_memory_of_this_process(hands):
     """Oracle: the kernel's own high-water mark, VmHWM of /proc/self/status in kB."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     expected = int(lines["VmHWM"].split()[0]) * 1024 / 1e9
-    assert throughput(hands).compute_figures(1)["peak_memory_gb"] == pytest.approx(expected, rel=0.02)
+    assert throughput(hands).compute_interval_figures(1)["peak_memory_gb"] == pytest.approx(expected, rel=0.02)

@@ -13,7 +13,7 @@ from dstrain import recipe
 from dstrain.recipe import Run, Track
 from dstrain.tracking.pictures import make_grid
 from dstrain.tracking.tracker import Tracker, read_metrics
-from dstrain.tracking.videos import make_film_grid, make_strip
+from dstrain.tracking.videos import make_film_grid, tile_clip_frames
 from tests.support.tracking import track_run
 
 RUN = Run(steps=20, track=Track(wandb="disabled"))
@@ -128,7 +128,7 @@ def test_videos_are_a_film_in_the_folder(tmp_path, captions):
         frames = [np.asarray(frame.convert("L")) for frame in ImageSequence.Iterator(image)]
     assert np.array_equal(np.stack(frames)[..., None], make_film_grid(clips, 5, captions))
     pixels = np.asarray(Image.open(folder / "step_00000500.png"))
-    assert np.array_equal(pixels[..., None], make_strip(clips, captions))
+    assert np.array_equal(pixels[..., None], tile_clip_frames(clips, captions))
     pixels = np.asarray(Image.open(folder / "step_00000500_first.png"))
     assert np.array_equal(pixels[..., None], make_grid(clips[:, 0], None, captions))
 

@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image, ImageSequence
 
-from dstrain.tracking.pictures import draw_captions, enlarge_pictures, make_grid, tile_pictures
+from dstrain.tracking.pictures import enlarge_pictures, make_grid, render_captions, tile_pictures
 from dstrain.tracking.videos import (
     convert_clip_to_frames,
     make_film_grid,
-    make_safe_name,
-    make_strip,
+    make_safe_file_name,
     save_gif,
     save_mp4,
+    tile_clip_frames,
 )
 
 
@@ -134,12 +134,12 @@ def test_a_grid_of_clips(channels):
 def test_a_strip():
     """Oracle: pixels written out by hand: 9 of 17 frames, the first and the last among them, a row for each clip."""
     clips = (torch.arange(17)[None] + torch.tensor([[0], [100]])).to(torch.uint8)
-    whole = make_strip(clips[:, :, None, None, None].expand(-1, -1, 1, 64, 64))
+    whole = tile_clip_frames(clips[:, :, None, None, None].expand(-1, -1, 1, 64, 64))
     assert whole.shape == (2 * (68 + 2) + 2, 9 * 66 + 2 + 4, 1)
     for row, column in np.ndindex(2, 9):
         picture = whole[4 + 70 * row :][:64, 4 + 66 * column :][:, :64]
         assert (picture == 2 * column + 100 * row).all()
-    assert make_strip(torch.zeros(40, 1, 3, 64, 64, dtype=torch.uint8)).shape == (16 * 70 + 2, 68 + 4, 3)
+    assert tile_clip_frames(torch.zeros(40, 1, 3, 64, 64, dtype=torch.uint8)).shape == (16 * 70 + 2, 68 + 4, 3)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_a_strip():
 )
 def test_what_is_no_clip_is_refused(clips):
     """Oracle: the contract, uint8 (N, T, 1, 3 or 4, H, W) with N, T > 0."""
-    for draw in (make_film_grid, make_strip):
+    for draw in (make_film_grid, tile_clip_frames):
         with pytest.raises(ValueError, match="clips are uint8"):
             draw(clips)
 
@@ -172,26 +172,26 @@ def test_captions_stand_below():
     """Oracle: the same pictures without captions above the bars; letters within a bar, none where the text is empty."""
     images = torch.randint(0, 256, (3, 1, 32, 32), dtype=torch.uint8)
     texts = ["a sneaker moving left and then, after a while, right", "", "hat"]
-    pictures, bars = enlarge_pictures(images, 128), draw_captions(texts, 128, 1)
+    pictures, bars = enlarge_pictures(images, 128), render_captions(texts, 128, 1)
     assert pictures.shape[1:3] == (128, 128) and bars.shape == (3, 26, 128, 1)  # two lines of 12, and 2
     assert (bars[0, 15:] > 128).any() and not bars[1].any()
     assert (bars[2, :12] > 128).any() and not bars[2, 15:].any()
     assert np.array_equal(make_grid(images, 2, texts), tile_pictures(np.concatenate((pictures, bars), 1), 2))
-    assert np.array_equal(draw_captions(texts, 128, 3)[..., 2], bars[..., 0])
+    assert np.array_equal(render_captions(texts, 128, 3)[..., 2], bars[..., 0])
 
 
 @given(st.lists(st.text(max_size=80), min_size=1, max_size=3), st.integers(8, 200))
 def test_any_caption_can_be_drawn(texts, width):
     """Oracle: the shape, of at most four lines, whatever the text is."""
-    bars = draw_captions(texts, width, 3)
+    bars = render_captions(texts, width, 3)
     assert bars.shape[0] == len(texts) and bars.shape[2:] == (width, 3) and bars.shape[1] in (14, 26, 38, 50)
 
 
 @given(st.text())
 def test_safe_names(text):
     """Oracle: a pattern: letters, digits and single dashes, none at an end, at most 60; a safe name is its own."""
-    name = make_safe_name(text)
-    assert re.fullmatch("([a-z0-9]+(-[a-z0-9]+)*)?", name) and len(name) <= 60 and make_safe_name(name) == name
+    name = make_safe_file_name(text)
+    assert re.fullmatch("([a-z0-9]+(-[a-z0-9]+)*)?", name) and len(name) <= 60 and make_safe_file_name(name) == name
 
 
 @pytest.mark.parametrize(
@@ -207,4 +207,4 @@ def test_safe_names(text):
 )
 def test_names_by_hand(text, name):
     """Oracle: names written out by hand."""
-    assert make_safe_name(text) == name
+    assert make_safe_file_name(text) == name

@@ -186,8 +186,8 @@ def test_offline_makes_a_run_and_keeps_its_id(tmp_path):
     assert (tags, group, notes) == (["a", "b"], "sweep", "a first try")
     assert config["steps"] == 20 and config["deepspeed"] == {"zero_optimization": {"stage": 2}}
     assert {
-        name: config["machine"].get(name) for name in machine.read_commit()
-    } == machine.read_commit()  # git's, where it is
+        name: config["machine"].get(name) for name in machine.read_git_commit()
+    } == machine.read_git_commit()  # git's, where it is
     assert config["machine"]["world"] == 1 and config["machine"]["weights"] == {"denoiser": 7}
     assert config["machine"]["versions"]["torch"] == torch.__version__.partition("+")[0] and config["machine"]["device"]
     train = next(entry for entry in entries if "train/loss" in entry)
@@ -291,7 +291,7 @@ def test_a_model_becomes_an_artifact(tmp_path, monkeypatch):
     def trained(folder, **track):
         run = Run(name="vae", folder=folder, track=Track(wandb="offline", **track))
         tracker = track_run(run, folder, ("a",))
-        tracker.log_model(7, lambda into: (into.mkdir(), (into / "a.safetensors").write_bytes(b"weights")))
+        tracker.log_model_to_wandb(7, lambda into: (into.mkdir(), (into / "a.safetensors").write_bytes(b"weights")))
         tracker._wandb.close(PATIENCE)
         tracker.close()
         return b"".join(path.read_bytes() for path in (folder / "wandb").rglob("*.wandb"))

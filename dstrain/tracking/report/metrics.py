@@ -30,32 +30,32 @@ class Metrics:
     foreign: int = 0  # lines that are half-written, or none of ours
     dropped: set[str] = field(default_factory=set)  # names beyond the most that are kept
 
-    def read_series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    def get_steps_and_values(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns the steps, int64 (n,), and the values, float64 (n,), of a column; both are empty if there is no such
         column.
         """
         rows, values = self.columns.get(name, (np.empty(0, np.int64), np.empty(0)))
         return self.steps[rows], values
 
-    def find_last_value(self, name: str) -> float | None:
+    def find_last_finite_value(self, name: str) -> float | None:
         """Returns the newest finite value of a column; None if there is none."""
-        values = self.read_series(name)[1]
+        values = self.get_steps_and_values(name)[1]
         values = values[np.isfinite(values)]
         return float(values[-1]) if len(values) else None
 
 
-def read_columns(path: Path) -> Metrics:
+def read_metrics_columns(path: Path) -> Metrics:
     """Reads a metrics.jsonl as columns, ordered by step. If the file is missing, there are no columns. Raises OSError
     if it is not a regular file or not readable.
     """
     steps, times, rows, values = array("q"), array("d"), {}, {}
     foreign, dropped = 0, set()
-    for entry in _read_entries(path):
+    for entry in _iterate_entries(path):
         if entry is None:
             foreign += 1
             continue
         row, step = len(steps), entry.pop("step")
-        flat = dict(_flatten_numbers(entry))
+        flat = dict(_iterate_numbers(entry))
         steps.append(step)
         times.append(_replace_invalid_time(flat.pop("time", np.nan)))
         for name, value in flat.items():
@@ -84,9 +84,9 @@ def read_newest_values(path: Path) -> tuple[dict[str, float], float | None]:
     regular file or not readable.
     """
     latest: dict[str, float] = {}
-    for entry in _read_entries(path, _TAIL):
+    for entry in _iterate_entries(path, _TAIL):
         if entry is not None:
-            latest |= dict(_flatten_numbers(entry)) | {"step": entry["step"]}
+            latest |= dict(_iterate_numbers(entry)) | {"step": entry["step"]}
     when = _replace_invalid_time(latest.pop("time", np.nan))
     return latest, when if when == when else None
 
@@ -101,7 +101,7 @@ def _replace_invalid_time(value: float) -> float:
     return value if is_valid_time(value) else np.nan
 
 
-def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
+def _iterate_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any] | None]:
     """Yields the entry of each line of a file of JSON lines, or None for a line that is broken, longer than 1 MB, or
     without a step (an integer from 0). Yields nothing if the file does not exist. Raises OSError if it is not a regular
     file or not readable.
@@ -124,13 +124,13 @@ def _read_entries(path: Path, tail: int | None = None) -> Iterator[dict[str, Any
             yield entry if whole else None
 
 
-def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _iterate_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yields (name, number) for each number in an entry of metrics.jsonl; null becomes NaN. Numbers in inner sections,
     such as timing, keep their own names, without the section's.
     """
     for name, value in entry.items():
         if isinstance(value, dict):
-            yield from _flatten_numbers(value)
+            yield from _iterate_numbers(value)
         elif value is None or type(value) in (int, float):
             try:
                 yield name, np.nan if value is None else float(value)
@@ -138,14 +138,14 @@ def _flatten_numbers(entry: dict[str, Any]) -> Iterator[tuple[str, float]]:
                 yield name, np.nan
 
 
-def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
-    """Returns the indices of about `most` of the values, with which a curve looks as it does with all values: the
+def select_curve_indices(values: np.ndarray, max_points: int) -> np.ndarray:
+    """Returns the indices of about `max_points` of the values, with which a curve looks as it does with all values: the
     first, the last, and the minimum and maximum of each of many equal intervals.
     """
     count = len(values)
-    if count <= most:
+    if count <= max_points:
         return np.arange(count)
-    bounds = np.linspace(0, count, max(most // 2, 1) + 1).astype(np.int64)
+    bounds = np.linspace(0, count, max(max_points // 2, 1) + 1).astype(np.int64)
     kept = {0, count - 1}
     for first, end in itertools.pairwise(bounds):
         part = values[first:end]
@@ -156,7 +156,7 @@ def select_curve_points(values: np.ndarray, most: int) -> np.ndarray:
     return np.array(sorted(kept))
 
 
-def compute_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
+def compute_training_hours(metrics: Metrics, starts: list[float]) -> np.ndarray | None:
     """Returns the hours of training up to each row of metrics, (rows,), without the pauses between commands. Returns
     None if the hours cannot be computed. starts: the times at which the run's commands began, in seconds since 1970.
 

@@ -39,7 +39,7 @@ def write_report(folders: Sequence[Path], out: Path) -> Path:
     Raises ConfigError if a folder is not a run's, if plotly is not installed, or if `out` is a folder, cannot be
     written, or is a file that is no report and so may not be replaced.
     """
-    _read_plotly()
+    _read_plotly_javascript()
     if out.is_dir():
         raise ConfigError(f"--out {out} is a folder: name a file in it, for example {out / 'report.html'}")
     require_replaceable_file(out, "--out", _is_report)
@@ -72,23 +72,23 @@ def render_page(records: Sequence[Record]) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    grids, plots = _collect_pictures(records)  # before remarks are shown: it may add some
+    grids, plots = _collect_grids_and_plots(records)  # before remarks are shown: it may add some
     drawn = {
         "runs": [_describe_run(record, place) for place, record in enumerate(records)],
         "charts": _make_charts(records),
-        "dull": [f"{column} ({reason})" for column, reason in _list_uninformative_columns(records).items()],
+        "dull": [f"{column} ({reason})" for column, reason in _find_uninformative_columns(records).items()],
         "grids": grids,
     }
     return environment.get_template("page.html").render(
         records=records,
         drawn=drawn,
         plots=plots,
-        plotly=_read_plotly(),
+        plotly=_read_plotly_javascript(),
         version=__version__,
         duration=format_duration,
         now=datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z"),
-        facts=[_describe_run_facts(record) for record in records],
-        differences=_list_differences(records),
+        facts=[_format_run_facts(record) for record in records],
+        differences=_list_setting_differences(records),
         show=format_value,
         when=_format_time,
         as_json=partial(json.dumps, indent=2),
@@ -97,7 +97,7 @@ def render_page(records: Sequence[Record]) -> str:
     )
 
 
-def _read_plotly() -> str:
+def _read_plotly_javascript() -> str:
     """Returns plotly's JavaScript. Raises ConfigError if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
@@ -106,14 +106,14 @@ def _read_plotly() -> str:
     return get_plotlyjs()
 
 
-def _describe_run(record: Record, place: int) -> dict[str, Any]:
+def _describe_run(record: Record, run_number: int) -> dict[str, Any]:
     """Returns what the page's script needs to draw a run, for JSON: its label and colour, the hours that had
-    passed at some steps, the samples in a step, and marks at resumes and rollbacks. `place` is the number of the run on
-    the page, from 0.
+    passed at some steps, the samples in a step, and marks at resumes and rollbacks. `run_number` is the number of the
+    run on the page, from 0.
     """
     clock = None
     if record.hours is not None:
-        rows = pictures.select_steps(range(len(record.hours)), _PER_CURVE)
+        rows = pictures.select_evenly_spaced_steps(range(len(record.hours)), _PER_CURVE)
         clock = {"steps": record.metrics.steps[rows].tolist(), "hours": [round(record.hours[row], 5) for row in rows]}
     marks = [("resume", start["step"]) for start in record.starts if start["step"] > 0]
     marks += [("rollback", event["step"]) for event in record.rollbacks]
@@ -121,7 +121,7 @@ def _describe_run(record: Record, place: int) -> dict[str, Any]:
         record.remarks.append(f"of {len(marks)} resumes and rollbacks the last {_MOST_MARKS} are marked on the curves")
     return {
         "label": record.label,
-        "color": _COLORS[place % len(_COLORS)],
+        "color": _COLORS[run_number % len(_COLORS)],
         "clock": clock,
         "batch": record.run.batch.global_ if record.run else None,
         "marks": [{"kind": kind, "step": step} for kind, step in marks[-_MOST_MARKS:]],
@@ -133,7 +133,7 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     chart, and so do EMA and raw weights on held-out data.
     """
     charts: dict[str, list[tuple[int, str, str]]] = {}  # title: run, column, name within the chart
-    dull = _list_uninformative_columns(records)
+    dull = _find_uninformative_columns(records)
     for place, record in enumerate(records):
         for column in record.metrics.columns:
             if column == "images_seen" or column in dull:  # the former is an axis
@@ -161,7 +161,7 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def _list_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
+def _find_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
     """Returns {column: reason} of the columns that the page leaves out. Such a column is 0 throughout, or equal to an
     earlier column, in every run that has it.
     """
@@ -169,22 +169,22 @@ def _list_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
     for record in records:
         known: dict[tuple[bytes, bytes], str] = {}
         for column in record.metrics.columns:
-            steps, values = record.metrics.read_series(column)
+            steps, values = record.metrics.get_steps_and_values(column)
             first = known.setdefault((steps.tobytes(), values.tobytes()), column)
             reason = "" if first == column or len(values) < 2 else f"as {first}"
             reasons.setdefault(column, []).append(reason if values.any() else "0 throughout")
     return {column: found[0] for column, found in reasons.items() if found[0] and len({*found}) == 1}
 
 
-def _make_trace(record: Record, place: int, column: str, name: str, most: int) -> dict[str, Any]:
-    """Returns a curve of a chart: one column of one run, thinned to about `most` points."""
-    steps, values = record.metrics.read_series(column)
-    kept = metrics.select_curve_points(values, most)
+def _make_trace(record: Record, run_number: int, column: str, name: str, max_points: int) -> dict[str, Any]:
+    """Returns a curve of a chart: one column of one run, thinned to about `max_points` points."""
+    steps, values = record.metrics.get_steps_and_values(column)
+    kept = metrics.select_curve_indices(values, max_points)
     numbers = [float(f"{value:.6g}") if np.isfinite(value) else None for value in values[kept]]
-    return {"run": place, "name": name, "steps": steps[kept].tolist(), "values": numbers}
+    return {"run": run_number, "name": name, "steps": steps[kept].tolist(), "values": numbers}
 
 
-def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
+def _collect_grids_and_plots(records: Sequence[Record]) -> tuple[list[dict[str, Any]], dict[Path, str]]:
     """Returns (grids, plots). Adds a remark to a run's record if some of its pictures are left out or cannot be read.
 
     grids   the sample grids, one entry for each kind: {"title", "runs"}, with the steps and pictures of each run
@@ -192,7 +192,7 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
     """
     most = max(4, _GRIDS // max(1, sum(len(record.pictures) for record in records)))
     chosen = [
-        (kind, place, pictures.select_steps(list(steps), most))
+        (kind, place, pictures.select_evenly_spaced_steps(list(steps), most))
         for place, record in enumerate(records)
         for kind, steps in record.pictures.items()
     ]
@@ -202,7 +202,7 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
     def embed_file(record: Record, path: Path) -> str | None:
         """Returns a picture as a data: URL. If it cannot be read, adds a remark to the record and returns None."""
         try:
-            return pictures.embed_picture(path, share)
+            return pictures.make_picture_data_url(path, share)
         except (OSError, ValueError) as error:
             record.remarks.append(f"{path.relative_to(record.folder)} is no picture that can be read: {error}")
             return None
@@ -222,7 +222,7 @@ def _collect_pictures(records: Sequence[Record]) -> tuple[list[dict[str, Any]], 
     return [{"title": kind, "runs": runs} for kind, runs in grids.items()], embedded
 
 
-def _describe_run_facts(record: Record) -> dict[str, str]:
+def _format_run_facts(record: Record) -> dict[str, str]:
     """Returns {name: text} for the table at the top of a run's page, such as its state, step, loss and device."""
     state, columns = record.state, record.metrics
     step = "none" if state.step is None else f"{state.step:,}" + (f" of {state.steps:,}" if state.steps else "")
@@ -230,7 +230,7 @@ def _describe_run_facts(record: Record) -> dict[str, str]:
 
     def add_fact(name: str, column: str, text: str = "{:.4g}") -> None:
         """Adds the newest value of a column to the facts, if there is one, formatted by `text`."""
-        if (value := columns.find_last_value(column)) is not None:
+        if (value := columns.find_last_finite_value(column)) is not None:
             facts[name] = text.format(value)
 
     add_fact("samples seen", "images_seen", "{:,.0f}")
@@ -260,7 +260,7 @@ def _describe_run_facts(record: Record) -> dict[str, str]:
     return facts
 
 
-def _list_differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
+def _list_setting_differences(records: Sequence[Record]) -> list[tuple[str, list[Any]]]:
     """Returns (key, [value of each run]) for the entries of recipe and DeepSpeed settings in which runs differ. Entries
     that a run lacks, such as those of another system's model, stand last, with "absent" as the value.
     """

@@ -15,7 +15,7 @@ from dstrain.recipe import ConfigError, Run, dump_run, load_recipe
 from dstrain.recipe.files import convert_to_plain_values
 from dstrain.tracking.figures import format_table
 from dstrain.tracking.report import metrics, pictures
-from dstrain.tracking.report.state import State, read_state
+from dstrain.tracking.report.state import State, read_run_state
 
 _MOST = 100  # evaluations, bad files, marks and lines of the log that are shown
 _Read = TypeVar("_Read")
@@ -58,7 +58,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
     run.yaml.
     """
     if not (folder / "run.yaml").exists():
-        if read_state(folder).state == "beginning":
+        if read_run_state(folder).state == "beginning":
             raise ConfigError(f"{folder}: the training that holds it has not begun yet: wait for its first report")
         raise ConfigError(
             f"{folder} is not a run's folder: it holds no run.yaml; name one that training has made, for "
@@ -80,10 +80,10 @@ def read_record(folder: Path, label: str | None = None) -> Record:
 
     run = read_or_remark("run.yaml", load_recipe, None)
     columns = read_or_remark(
-        "metrics.jsonl", metrics.read_columns, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {})
+        "metrics.jsonl", metrics.read_metrics_columns, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {})
     )
     record = Record(
-        folder, label or (run.name if run else folder.name), read_state(folder), columns, run, remarks=remarks
+        folder, label or (run.name if run else folder.name), read_run_state(folder), columns, run, remarks=remarks
     )
     if run is not None:
         record.differing, record.recipe = _list_nondefault_entries(run, remarks), dump_run(run)
@@ -92,12 +92,12 @@ def read_record(folder: Path, label: str | None = None) -> Record:
     events = read_or_remark("events.jsonl", _read_events, [])
     record.starts = [event for event in events if event["event"] == "start"]
     record.rollbacks = [event for event in events if event["event"] == "rollback"]
-    record.hours = metrics.compute_hours(columns, [event["time"] for event in record.starts])
-    record.pictures = pictures.list_picture_series(folder / "samples")
+    record.hours = metrics.compute_training_hours(columns, [event["time"] for event in record.starts])
+    record.pictures = pictures.find_pictures_by_kind_and_step(folder / "samples")
     record.evaluations = _read_evaluations(folder / "evaluation", remarks)
-    record.bad_files = read_or_remark("bad_files.txt", _read_lines, [])
-    record.log = [line for line in read_or_remark("log.txt", _read_lines, []) if not _is_metrics_line(line)]
-    record.data = "\n".join(read_or_remark("data.txt", _read_lines, []))
+    record.bad_files = read_or_remark("bad_files.txt", _read_last_lines, [])
+    record.log = [line for line in read_or_remark("log.txt", _read_last_lines, []) if not _is_metrics_line(line)]
+    record.data = "\n".join(read_or_remark("data.txt", _read_last_lines, []))
     if columns.foreign:
         remarks.append(f"half-written or foreign lines of metrics.jsonl, which are left out: {columns.foreign:,}")
     if columns.dropped:
@@ -152,7 +152,7 @@ def _list_nondefault_entries(run: Run, remarks: list[str]) -> list[tuple[str, An
 def _read_events(path: Path) -> list[dict[str, Any]]:
     """Returns the events in an events.jsonl, starts and rollbacks; skips all other lines."""
     events = []
-    for line in _read_lines(path):
+    for line in _read_last_lines(path):
         try:
             event = small.parse_json(line)
             known = event["event"] in ("start", "rollback") and type(event["step"]) is int
@@ -180,7 +180,7 @@ def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, 
     return found
 
 
-def _read_lines(path: Path) -> list[str]:
+def _read_last_lines(path: Path) -> list[str]:
     """Returns the lines of a text file; of a larger one, those of its last 16 MB. Raises OSError if it is not a regular
     file or not readable.
     """

@@ -60,7 +60,7 @@ def _find_runs_within(folder: Path, depth: int) -> Iterator[Path]:
             yield from _find_runs_within(path, depth - 1)
 
 
-def read_state(folder: Path) -> State:
+def read_run_state(folder: Path) -> State:
     """Reads the progress of the run in a folder. Entries for which a file is missing or unreadable are None."""
     try:
         run = load_recipe(folder / "run.yaml")
@@ -71,7 +71,7 @@ def read_state(folder: Path) -> State:
     except OSError:
         latest, when = {}, None
     step, note = latest.get("step"), read_last_line_of_run(folder / "log.txt")
-    steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), list_checkpoints(folder)
+    steps, rate, saved = run.steps if run else None, latest.get("samples_per_second"), list_checkpoint_steps(folder)
     left = None
     if run and step is not None and rate and rate > 0 and step < steps:  # 0 seconds: the run was to end there
         left = latest.get("seconds_left") or (steps - step) * run.batch.global_ / rate
@@ -82,7 +82,7 @@ def read_state(folder: Path) -> State:
         if not held:
             word = "unknown"
     else:
-        word = _find_ending(note) or ("imported" if saved == [0] and step is None else "dead")
+        word = _parse_run_ending(note) or ("imported" if saved == [0] and step is None else "dead")
     return State(
         folder.name or str(folder),
         word,
@@ -130,11 +130,11 @@ def format_states(states: list[State]) -> str:
     return "\n".join(table)
 
 
-def convert_to_json_object(one: State) -> dict[str, Any]:
+def convert_state_to_json_object(state: State) -> dict[str, Any]:
     """Converts the state of a run to {name: value} for JSON. Numbers that are not finite become null."""
     return {
         name: None if isinstance(value, float) and not abs(value) < float("inf") else value
-        for name, value in asdict(one).items()
+        for name, value in asdict(state).items()
     }
 
 
@@ -152,37 +152,37 @@ def read_last_line_of_run(path: Path, tail: int = 1 << 14) -> str | None:
     return next((line.strip() for line in reversed(last) if line.strip() and not line.startswith(_BESIDE)), None)
 
 
-def list_checkpoints(folder: Path) -> list[int]:
+def list_checkpoint_steps(folder: Path) -> list[int]:
     """Returns the steps of the checkpoints in a run's folder, ascending. Does not check that they are complete."""
     names = [path.name[5:] for path in (folder / "checkpoints").glob("step_*")]
     return sorted(int(name) for name in names if name.isascii() and name.isdigit())
 
 
-def _find_ending(note: str | None) -> str | None:
-    """Returns "complete" or "stopped" if `note`, the last line of a run's log, says that the run has ended so; else
-    None.
+def _parse_run_ending(last_line: str | None) -> str | None:
+    """Returns "complete" or "stopped" if `last_line`, the last line of a run's log, says that the run has ended so;
+    else None.
     """
     words = {"complete:": "complete", "stopped at step": "stopped"}
-    return next((word for begins, word in words.items() if (note or "").startswith(begins)), None)
+    return next((word for begins, word in words.items() if (last_line or "").startswith(begins)), None)
 
 
-def _has_logged_a_stop(folder: Path, note: str | None) -> bool:
-    """Returns whether `note`, the last line of a run's log, says that the run was stopped, and no command has claimed
-    its folder since.
+def _has_logged_a_stop(folder: Path, last_line: str | None) -> bool:
+    """Returns whether `last_line`, the last line of a run's log, says that the run was stopped, and no command has
+    claimed its folder since.
     """
     try:
         written, taken = ((folder / name).stat().st_mtime_ns for name in ("log.txt", ".lock"))
-        return _find_ending(note) == "stopped" and written > taken
+        return _parse_run_ending(last_line) == "stopped" and written > taken
     except OSError:
         return False
 
 
-def _is_locked(lock: Path) -> bool | None:
+def _is_locked(lock_file: Path) -> bool | None:
     """Returns whether a command that trains holds the lock file of its run's folder. Returns None if that cannot be
     queried here.
     """
     try:
-        descriptor = os.open(lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        descriptor = os.open(lock_file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return False
     except OSError:

@@ -20,7 +20,7 @@ from dstrain.engine.settings import read_precision
 from dstrain.engine.start import start_process_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
-from dstrain.tracking.flops import count_step_flops, measure_matmul_rate
+from dstrain.tracking.flops import count_step_flops, measure_matmul_flops
 from kit.floors import Flats, ema_beside_copy
 from kit.rivals import available, rivals
 from kit.sides import DTYPES, Dstrain, Plain, system_of
@@ -84,7 +84,7 @@ def one(run: Run, settings: dict[str, Any]) -> tuple[dict[str, Times], dict[str,
     steps = max(STEPS // batches.accumulation, 1)
     times = alternate(sides, device, first, rounds=ROUNDS, steps=steps, warm_up=max(WARM_UP // batches.accumulation, 1))
     if "plain" in sides:
-        peak = measure_matmul_rate(device, dtype)
+        peak = measure_matmul_flops(device, dtype)
         figures |= {
             "samples/s": run.batch.global_ / times["dstrain"].least("wall"),
             "matmul TFLOP/s": peak / 1e12,

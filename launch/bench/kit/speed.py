@@ -16,7 +16,7 @@ from dstrain.engine.start import start_process_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
-from dstrain.tracking.flops import count_step_flops, measure_matmul_rate
+from dstrain.tracking.flops import count_step_flops, measure_matmul_flops
 from kit import jobs
 from kit.report import Record
 from kit.rivals import available, rivals
@@ -76,7 +76,7 @@ def beside(
             built[side] = step
         held[side] = _allocated() - before
     times = alternate(built, device, first, rounds=rounds, steps=steps, warm_up=1 if record.dry else 3)
-    peak = measure_matmul_rate(device, DTYPES[precision], 256 if record.dry else 0)
+    peak = measure_matmul_flops(device, DTYPES[precision], 256 if record.dry else 0)
     least = {side: side_times.least("wall") for side, side_times in times.items()}
 
     def row(what: str, value: float, unit: str = "") -> None:

@@ -25,17 +25,17 @@ def test_it_is_written_when_it_is_due(tmp_path):
     made(tmp_path / "run", steps=8)
     notes, report, before = [], tmp_path / "run" / "report.html", states()
     page = Page(tmp_path / "run", 4, 0, notes.append)
-    page.write_if_due(3)
+    page.write_report_if_due(3)
     assert page._starter is None
-    page.write_if_due(4)
+    page.write_report_if_due(4)
     assert page._wait_for_writer(300) and report.exists()
     report.unlink()
-    page.write_last(9, seconds=300)
+    page.write_last_report(9, seconds=300)
     assert notes == [] and "</html>" in report.read_text() and states() == before
-    assert machine.read_commit().get("commit", "")[:12] in report.read_text()
+    assert machine.read_git_commit().get("commit", "")[:12] in report.read_text()
     written = report.stat().st_mtime_ns
-    page.write_last(9, 300)  # nothing new: a run that was complete already
-    Page(tmp_path / "run", 0, 0, notes.append).write_last(9, 300)  # never
+    page.write_last_report(9, 300)  # nothing new: a run that was complete already
+    Page(tmp_path / "run", 0, 0, notes.append).write_last_report(9, 300)  # never
     assert report.stat().st_mtime_ns == written
 
 
@@ -46,13 +46,13 @@ def test_it_outlives_its_run_and_gives_way_to_a_later_one(tmp_path):
     made(tmp_path / "run", steps=8)
     notes: list[str] = []
     page = Page(tmp_path / "run", 4, 0, notes.append)
-    page.write_if_due(4)
+    page.write_report_if_due(4)
     page._starter.wait(60)
     group = page._starter.pid
     assert [child for child in psutil.Process().children(recursive=True) if os.getpgid(child.pid) == group] == []
     os.killpg(group, signal.SIGSTOP)  # it is there
-    page.write_if_due(8)
-    page.write_last(9, seconds=300)
+    page.write_report_if_due(8)
+    page.write_last_report(9, seconds=300)
     assert notes == [] and "</html>" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -71,6 +71,6 @@ def test_a_fault_is_one_note(tmp_path, monkeypatch, ruin, reason):
     notes: list[str] = []
     page = Page(tmp_path / "run", 4, 0, notes.append)
     for done in (4, 8):
-        page.write_last(done, seconds=300)
+        page.write_last_report(done, seconds=300)
     assert len(notes) == 1 and notes[0].startswith("report.html was not written, and training goes on: ")
     assert reason in notes[0] and not (tmp_path / "run" / "report.html").exists()

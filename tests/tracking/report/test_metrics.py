@@ -26,22 +26,23 @@ def test_columns(tmp_path):
         )
     ]
     path.write_bytes("\n".join([*lines, "free text", "{" * 5000, '{"step": 8, "lo']).encode() + b"\n\xff\n\n")
-    columns = metrics.read_columns(path)
+    columns = metrics.read_metrics_columns(path)
     assert columns.foreign == 10 and columns.steps.tolist() == [2, 2, 4, 6]
-    assert [array.tolist() for array in columns.read_series("loss")] == [
+    assert [array.tolist() for array in columns.get_steps_and_values("loss")] == [
         [2, 4, 6],
         pytest.approx([0.5, 0.25, np.nan], nan_ok=True),
     ]
     assert (
-        columns.read_series("samples_per_second")[1].tolist() == [8.0] and columns.read_series("none")[1].tolist() == []
+        columns.get_steps_and_values("samples_per_second")[1].tolist() == [8.0]
+        and columns.get_steps_and_values("none")[1].tolist() == []
     )
     assert (
-        columns.find_last_value("loss") == 0.25
-        and columns.find_last_value("huge") is None
-        and columns.find_last_value("flag") is None
+        columns.find_last_finite_value("loss") == 0.25
+        and columns.find_last_finite_value("huge") is None
+        and columns.find_last_finite_value("flag") is None
     )
     assert columns.times.tolist() == pytest.approx([100.0, np.nan, np.nan, np.nan], nan_ok=True)
-    assert len(metrics.read_columns(tmp_path / "absent").steps) == 0
+    assert len(metrics.read_metrics_columns(tmp_path / "absent").steps) == 0
     latest, when = metrics.read_newest_values(path)
     assert latest["step"] == 4 and latest["samples_per_second"] == 8 and when == 100.0
 
@@ -50,14 +51,14 @@ def test_thinned_curves_look_the_same():
     """Oracle: the extremes of each column of pixels, of all values and of those that are kept."""
     values = np.random.default_rng(0).normal(size=100_000)
     values[70_000:70_400], values[12_345] = np.nan, 50.0
-    kept = metrics.select_curve_points(values, 1000)
+    kept = metrics.select_curve_indices(values, 1000)
     assert len(kept) <= 1002 and kept[0] == 0 and kept[-1] == len(values) - 1 and 12_345 in kept
     for pixel in range(0, len(values), 5000):
         inside = kept[(kept >= pixel) & (kept < pixel + 5000)]
         for extreme in (np.nanmin, np.nanmax):
             assert extreme(values[inside]) == extreme(values[pixel : pixel + 5000])
     assert np.isnan(values[kept]).any()  # a gap stays one
-    assert metrics.select_curve_points(values[:1000], 1000).tolist() == list(range(1000))
+    assert metrics.select_curve_indices(values[:1000], 1000).tolist() == list(range(1000))
 
 
 @pytest.mark.parametrize(
@@ -87,6 +88,6 @@ def test_hours(tmp_path, times, starts, seconds):
             for row, time in enumerate(times, 1)
         )
     )
-    assert metrics.compute_hours(metrics.read_columns(path), starts) * 3600 == pytest.approx(seconds)
+    assert metrics.compute_training_hours(metrics.read_metrics_columns(path), starts) * 3600 == pytest.approx(seconds)
     path.write_text('{"step": 1, "loss": 2}\n')
-    assert metrics.compute_hours(metrics.read_columns(path), []) is None
+    assert metrics.compute_training_hours(metrics.read_metrics_columns(path), []) is None

@@ -129,7 +129,7 @@ def test_one_run_in_a_browser(two, tmp_path):
     assert seen["xs"]["steps"] == [[8, 16, 24, 32]] and seen["xs"]["samples"] == [[32, 64, 96, 128]]
     assert all(hours >= 0 for hours in seen["xs"]["hours"][0])
     assert len(seen["lines"]) == 3  # two resumes and a rollback
-    level, low, high = float(read.metrics.find_last_value("lr")), *seen["ranges"]["lr"]
+    level, low, high = float(read.metrics.find_last_finite_value("lr")), *seen["ranges"]["lr"]
     assert low == 0 and high == pytest.approx(2 * level) and seen["ranges"]["samples_per_second"][0] == 0
     assert seen["captions"] == ["step 8"] and len(seen["images"]) == 2 and min(seen["images"]) > 0
     for text in ("optimizer.lr", "a loss of <NaN>", "0.002", "deepspeed", "total", "back from step 38 to 32"):
@@ -210,7 +210,7 @@ def test_events_of_others(tmp_path, kind):
         file.write(json.dumps({"step": 9, "loss": 1.0, "timing": timing}) + "\n")
     text = page.write_report([folder], tmp_path / "report.html").read_text(encoding="utf-8")
     drawn = json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1], parse_constant=pytest.fail)
-    assert drawn["charts"] and state.read_state(folder).step == 9
+    assert drawn["charts"] and state.read_run_state(folder).step == 9
     assert len(record.read_record(folder).starts) == before + (not kind.startswith("a time"))
 
 
@@ -314,8 +314,8 @@ def test_a_large_picture_becomes_smaller(tmp_path):
     frames[0].save(tmp_path / "still.png")
     for name, count, most in (("film.gif", 8, 250_000), ("still.png", 1, 60_000)):
         path = tmp_path / name
-        assert pictures.embed_picture(path, 10**7).startswith(f"data:image/{path.suffix[1:]};base64,")
-        small = pictures.embed_picture(path, most)
+        assert pictures.make_picture_data_url(path, 10**7).startswith(f"data:image/{path.suffix[1:]};base64,")
+        small = pictures.make_picture_data_url(path, most)
         assert small.startswith("data:image/webp;base64,") and len(small) < 1.35 * most
         content = base64.b64decode(small.partition(",")[2])
         (tmp_path / "small").write_bytes(content)
@@ -323,7 +323,7 @@ def test_a_large_picture_becomes_smaller(tmp_path):
             assert getattr(image, "n_frames", 1) == count
     with pytest.raises((OSError, ValueError)):
         (tmp_path / "torn.png").write_bytes((tmp_path / "still.png").read_bytes()[:5000])
-        pictures.embed_picture(tmp_path / "torn.png", 10**7)
+        pictures.make_picture_data_url(tmp_path / "torn.png", 10**7)
 
 
 def test_without_plotly(two, tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ def test_the_table(tmp_path, monkeypatch, capsys):
         with folders.lock_folder(stopped):
             when = (stopped / ".lock").stat().st_mtime + later
             os.utime(stopped / "log.txt", (when, when))
-            assert state.read_state(stopped).state == word
+            assert state.read_run_state(stopped).state == word
     assert code == 0 and {name: one["state"] for name, one in states.items()} == {
         "complete": "complete",
         "imported": "imported",
@@ -96,7 +96,7 @@ def test_names_write_no_escape_codes(tmp_path):
     (folder / "run.yaml").write_text("rubbish")
     (folder / "log.txt").write_text("it ended \x1b]0;title\x07 \x9b2J\n")
     (folder / "samples" / "step_00000009_\x1b[31m.png").write_bytes(b"")
-    text = state.format_states([state.read_state(folder)])
+    text = state.format_states([state.read_run_state(folder)])
     assert not [c for c in text if not c.isprintable() and c != "\n"] and len(text.splitlines()) == 4
     assert "a?[2J?b?c" in text and "it ended ?]0;title? ?2J" in text
 
