@@ -147,7 +147,7 @@ def load(
         )
     else:
         checkpoint = trained.find_checkpoint(folder, step, ema)
-        kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+        kinds = trained.choose_raw_or_ema_by_part(system, checkpoint, run.samples.ema if ema is None else ema, raw)
         networks = trained.load_networks(system, checkpoint, kinds, dtype, device)
         owner.release_all_holds()
         step = int(checkpoint.name.removeprefix("step_"))

@@ -1,4 +1,4 @@
-"""Trains a run: set_up_training, run_steps, take_step, finish_run. Only here learning meets sharding."""
+"""Trains a run: set_up_training, run_training_steps, take_step, finish_run. Only here learning meets sharding."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -82,7 +82,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     with lock, Watchdog(run.directory, *limits) as watchdog:
         training = set_up_training(run, settings, resume, watchdog, stops)
         try:
-            done, left = run_steps(training)
+            done, left = run_training_steps(training)
             finish_run(training, done, left)
         except (RuntimeError, FloatingPointError, NotSaved) as error:
             if stops.patience is not None and stops.is_requested():
@@ -97,7 +97,7 @@ def train(run: Run, settings: dict[str, Any], resume: Resume = Resume()) -> int:
     return DONE if done == run.steps and not left else STOPPED
 
 
-def run_steps(training: Training) -> tuple[int, bool]:
+def run_training_steps(training: Training) -> tuple[int, bool]:
     """Takes steps until the run is complete or asked to stop. After each, saves, draws and measures what is due.
 
     Returns how many steps are done, and whether a stop has skipped drawing or measuring after the last of them.
@@ -105,7 +105,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
     run, every, done, stop = training.run, training.run.every, training.first, False
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
     training.stops.defer_stops_to_main_thread(_FIRST_STEP)  # all is saved until the first step has ended
-    left = measure_resumed_step(training, done)
+    left = finish_resumed_step(training, done)
     while done < run.steps and not (stop or left):
         training.watchdog.enter_phase(done + 1)
         ballot = group.Ballot(lambda: has_reason_to_stop(training))
@@ -150,9 +150,7 @@ def run_steps(training: Training) -> tuple[int, bool]:
 
 
 def has_reason_to_stop(training: Training) -> bool:
-    """Returns whether this rank has a reason to stop: a request, no samples for the next step, or, on rank 0, a run's
-    folder that now belongs to another process.
-    """
+    """Returns whether a stop is requested, the next step has no samples, or (on rank 0) the run's folder is lost."""
     lost = group.rank() == 0 and hosts.has_lost_folder(training.run.directory)
     return lost or training.stops.is_requested() or training.batches.problem is not None
 
@@ -162,34 +160,35 @@ def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
     due. Returns True if a stop has interrupted that; the step is then saved. Raises NotSaved if the folder is gone.
     """
     run, every, last = training.run, training.run.every, stop or done == training.run.steps
-    hosts.require_own_folder(run.directory)
+    hosts.require_folder_not_lost(run.directory)
     training.watchdog.enter_phase(done, "save of step")
     good = training.course.state.has_no_trouble
     saved = last or (is_due(every.save, done) and good)
     if saved:
         training.saves.save(done, last, routine=is_due(every.save, done) and good)  # written while training goes on
     training.saves.averages.write_snapshot_if_due(done, done == run.steps, last)
-    left = not stop and not measure_step(training, done, saved)
+    left = not stop and not draw_and_measure_step(training, done, saved)
     if left and not saved:
         training.saves.save(done, True, routine=False)
     return left
 
 
-def measure_step(training: Training, done: int, saved: bool, held: tuple[bool, ...] = (False, False, False)) -> bool:
+def draw_and_measure_step(
+    training: Training, done: int, saved: bool, already_done: tuple[bool, ...] = (False, False, False)
+) -> bool:
     """Draws samples and measures metrics that are due after step `done`. Returns False if a stop has interrupted that.
 
-    `held`: whether pictures, held-out figures and metrics are in the run's folder already; these are left out. `saved`:
-    whether the step has a checkpoint, which then gets the score for save.best. If it has none and the score is the best
-    so far, saves a checkpoint now.
+    `already_done`: whether pictures, held-out figures and metrics exist already; these are left out. `saved`: whether
+    the step has a checkpoint, which gets the score for save.best. Without one, saves a checkpoint if the score is best.
     """
     every, last = training.run.every, done == training.run.steps
     tasks: tuple[tuple[Callable[[Training, int], float | None], int, Any], ...] = (
         (draw_and_save_samples, every.sample, training.shown),
-        (evaluate_loss, every.evaluate, training.held_out),
-        (measure_quality, every.metrics, training.quality),
+        (evaluate_held_out_loss, every.evaluate, training.held_out),
+        (measure_sample_quality, every.metrics, training.quality),
     )
     try:
-        for (task, interval, source), has in zip(tasks, held):
+        for (task, interval, source), has in zip(tasks, already_done):
             if source is None or has or not is_due(interval, done, last):
                 continue
             with training.pieces.allow_stops():
@@ -212,13 +211,13 @@ def raise_if_data_problem(training: Training, done: int) -> None:
         raise problem
 
 
-def measure_resumed_step(training: Training, done: int) -> bool:
+def finish_resumed_step(training: Training, done: int) -> bool:
     """Does what an earlier command has left undone after step `done`, from which the run resumes: draws, measures and
     saves averages, if that was due and the run's folder lacks the results. Returns True if a stop has interrupted this.
     """
     held = training.tracker.find_written_results(done)
     training.saves.averages.write_snapshot_if_due(done, done == training.run.steps, wait=True)
-    return done > 0 and not measure_step(training, done, True, held)
+    return done > 0 and not draw_and_measure_step(training, done, True, held)
 
 
 def roll_back(training: Training, done: int, trouble: str) -> int:
@@ -226,7 +225,7 @@ def roll_back(training: Training, done: int, trouble: str) -> int:
     that were read since. Returns the checkpoint's step. Raises FloatingPointError if no rollback is possible.
     """
     training.watchdog.enter_phase(done, "way back from step")
-    hosts.require_own_folder(training.run.directory)
+    hosts.require_folder_not_lost(training.run.directory)
     step = training.saves.roll_back(done, trouble)
     training.batches.set_step_count(training.run.steps + training.course.batch_shift)
     training.tracker.report_rollback(step, done, trouble)
@@ -297,7 +296,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
 
     for network in system.frozen():
         network.to(group.device())
-    engines = build_engines(run, settings, system, draw=False)
+    engines = build_engines(run, settings, system, draw_weights=False)
     ema = EmaShadow(engines.masters, run.ema, system.averaged)  # shadows the fp32 weights this rank owns
     weights = engines.count_weights_by_part(system.frozen())
     say("weights: " + ", ".join(f"{part} {count:,}" for part, count in weights.items()))
@@ -316,7 +315,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         course,
         resume.trust_pickle,
     )
-    first = load_weights(run, engines, ema, saves, system, resume.step)
+    first = load_or_initialize_weights(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
         course.exclude_rollbacks_from_limit()
     if first < (earlier := folders.read_last_saved_step(folder)):
@@ -392,10 +391,10 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
 
 
 def build_engines(
-    run: Run, settings: dict[str, Any], system: System, draw: bool = True, kind: type[Engines] = Engines
+    run: Run, settings: dict[str, Any], system: System, draw_weights: bool = True, engine_class: type[Engines] = Engines
 ) -> Engines:
-    """Builds the engines of a system's networks as the recipe asks. If not `draw`, the caller sets their weights."""
-    return kind(
+    """Builds the engines of a system's networks as the recipe asks. If not `draw_weights`, the caller sets them."""
+    return engine_class(
         system.networks,
         settings,
         system.has_weight_decay,
@@ -406,19 +405,19 @@ def build_engines(
         recompute=run.model.get("recompute", "none"),
         compile=run.compile,
         channels_last=run.channels_last,
-        draw=draw,
+        draw=draw_weights,
     )
 
 
-def load_weights(
-    run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, request: int | None
+def load_or_initialize_weights(
+    run: Run, engines: Engines, ema: EmaShadow, saves: Checkpoints, system: System, requested_step: int | None
 ) -> int:
-    """Loads the checkpoint of step `request` (None: the newest) and returns its step. If there is none, sets the
-    weights from `init_from`, or at random, and returns 0. With `request`, moves later checkpoints into earlier_N.
+    """Loads the checkpoint of `requested_step` (None: the newest) and returns its step. If there is none, sets the
+    weights from `init_from`, or at random, and returns 0. With `requested_step`, moves later ones into earlier_N.
     """
-    step = saves.resume(request)
+    step = saves.resume(requested_step)
     folders.require_step_within_run(run, step)
-    if request is not None:
+    if requested_step is not None:
         hosts.run_on_rank_0_or_exit(lambda: folders.move_newer_steps_aside(run.directory, step))
     if step == 0:
         loaded = read_adapted_weights(run.init_from, system) if run.init_from is not None else {}
@@ -433,17 +432,19 @@ def load_weights(
     return step
 
 
-def finish_run(training: Training, done: int, left: bool) -> None:
+def finish_run(training: Training, done: int, undone: bool) -> None:
     """Logs how the run ended, writes the last report, and leaves the process group. Gives the weights to the tracker if
-    this command saved the run's last step; not if `left`, when a stop has skipped the work after that step.
+    this command saved the run's last step; not if `undone`, when a stop has skipped the work after that step.
     """
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     training.watchdog.enter_phase(done, "end at step")
-    if training.first < saved == run.steps and not left:
+    if training.first < saved == run.steps and not undone:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
         tracker.log_model_to_wandb(done, lambda into: write_part_weights(checkpoint, parts, run.samples.ema, into))
-    tracker.log(folders.describe_run_end(run, run.directory, training.first, done, saved, training.stops.reason, left))
+    tracker.log(
+        folders.describe_run_end(run, run.directory, training.first, done, saved, training.stops.reason, undone)
+    )
     tracker.write_last_report(done)
     group.leave_process_group()  # signals are still caught and ignored: all is saved
 
@@ -455,30 +456,30 @@ def draw_and_save_samples(training: Training, done: int) -> None:
     training.watchdog.enter_phase(done, "samples of step")
     with training.ema.use_averages_as_weights(training.run.samples.ema):
         shown = draw_grids(training.run, training.system, training.engines.modules, training.shown, training.micro)
-        for images, name, columns, captions in [*shown]:  # all or none: measure_resumed_step tells by one of them
+        for images, name, columns, captions in [*shown]:  # all or none: finish_resumed_step tells by one of them
             training.tracker.save_samples(done, images, name, columns, captions)
 
 
-def evaluate_loss(training: Training, done: int) -> float | None:
+def evaluate_held_out_loss(training: Training, done: int) -> float | None:
     """Reports means over held-out samples, such as the loss: of the EMA that samples are drawn from and, as raw/..., of
     the training weights. Reports the EMA's curves, too. Returns the EMA's loss if it decides save.best, else None.
     """
     training.watchdog.enter_phase(done, "evaluation of step")
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
 
-    def compute_means(curves: dict[str, list[float]]) -> dict[str, float]:
+    def compute_curve_means(curves: dict[str, list[float]]) -> dict[str, float]:
         batches = iterate_held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
         return score_batches(training.system, training.engines.modules, batches, curves)
 
-    raw = {f"raw/{name}": value for name, value in compute_means({}).items()}
+    raw = {f"raw/{name}": value for name, value in compute_curve_means({}).items()}
     curves: dict[str, list[float]] = {}
     with training.ema.use_averages_as_weights(run.samples.ema):
-        scores = compute_means(curves) | raw
+        scores = compute_curve_means(curves) | raw
     training.tracker.report_scores(done, scores, curves)
     return scores["loss"] if run.save.best is True else None
 
 
-def measure_quality(training: Training, done: int) -> float | None:
+def measure_sample_quality(training: Training, done: int) -> float | None:
     """Reports the recipe's metrics of drawn samples for every EMA (without one, for the training weights). Returns the
     score for save.best of the EMA that samples are drawn from, lower is better; None if no metric decides it.
     """
@@ -494,7 +495,5 @@ def measure_quality(training: Training, done: int) -> float | None:
 
 
 def is_due(interval: int, done: int, last: bool = False) -> bool:
-    """Returns whether something that comes every `interval` steps is due after step `done`: at multiples of `interval`,
-    and if `last` is True. An interval of 0 means never.
-    """
+    """Returns whether what comes every `interval` steps (0: never) is due after step `done`, as it is if `last`."""
     return interval > 0 and (done % interval == 0 or last)

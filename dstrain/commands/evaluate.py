@@ -76,7 +76,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
             file=sys.stderr,
         )
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
-    kinds = trained.choose_weights_kinds(
+    kinds = trained.choose_raw_or_ema_by_part(
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
     )
     out = options.out or options.run_folder / "evaluation"

@@ -90,7 +90,7 @@ def export_run(options: ExportOptions) -> Exported:
         raise ConfigError(f"--statistics: {options.run} trains {run.system}, which has no scaling_factor: leave it out")
     checkpoint = trained.find_checkpoint(options.run, options.step, options.ema)
     ema = run.samples.ema if options.ema is None else options.ema
-    kinds = trained.choose_weights_kinds(system, checkpoint, ema, options.raw, every=True)
+    kinds = trained.choose_raw_or_ema_by_part(system, checkpoint, ema, options.raw, include_unaveraged=True)
     if writer is not None:  # diffusers' classes are of the first part alone
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}

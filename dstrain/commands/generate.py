@@ -26,7 +26,7 @@ from dstrain.encoders.precision import choose_weight_dtype, require_supported_pr
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output_folder
-from dstrain.runs.trained import load_guide, require_outside_run_folders
+from dstrain.runs.trained import load_guiding_network, require_outside_run_folders
 from dstrain.sampling.draw import count_grid_columns_by_class, draw_all_samples, draw_samples_in_rounds
 from dstrain.sampling.files import (
     FORMATS,
@@ -81,7 +81,7 @@ def generate_samples(options: GenerateOptions) -> Path:
     clip = _choose_clip_length(options, run, system)
     images = _read_inputs_of_first_run(options, first, then, clip)
     dtype = choose_weight_dtype(options.precision)
-    guide = options.guide and load_guide(options.guide, system, _choose_guidance_scale(options, run), dtype)
+    guide = options.guide and load_guiding_network(options.guide, system, _choose_guidance_scale(options, run), dtype)
     runs = [
         _load_run_weights(*first, dtype, options.step, options.ema, options.raw),
         *(_load_run_weights(*later, dtype) for later in then),
@@ -185,7 +185,7 @@ def _load_run_weights(
     recipe's if `ema` is None; with `raw` the training weights.
     """
     checkpoint = trained.find_checkpoint(folder, step, ema)
-    kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    kinds = trained.choose_raw_or_ema_by_part(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     return ReadyRun(folder, run, system, trained.load_networks(system, checkpoint, kinds, dtype))
 
 

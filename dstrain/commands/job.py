@@ -50,7 +50,7 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     remarks: list[str] = []
     notes: tuple[str, ...] = ()
     with _collect_config_errors(problems):
-        before = {} if options.from_scratch else folders.read_earlier_settings(run.directory)
+        before = {} if options.from_scratch else folders.read_earlier_deepspeed_settings(run.directory)
         resolved = settings.resolve_deepspeed_settings(
             find_ds_config(options.ds_config),
             world,

@@ -67,7 +67,7 @@ def measure_step(
     """
     with Watch() as watch:
         with watch.set_kind_of_new_storages("buckets"):  # what is made here and has no other owner
-            engines = build_engines(run, settings, system, kind=engines_class)
+            engines = build_engines(run, settings, system, engine_class=engines_class)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         with watch.set_kind_of_new_storages("inputs"), unset_fake_temporarily():  # captions are read
             batches = Repeated(
@@ -112,7 +112,7 @@ def measure_bytes_of_states(
     bytes}, engines, averages), for the weights, optimizer states, averages and gradients.
     """
     with Watch() as watch:
-        engines = build_engines(run, settings, system, kind=engines_class)
+        engines = build_engines(run, settings, system, engine_class=engines_class)
         ema = EmaShadow(engines.masters, run.ema, system.averaged)
         for masters in engines.masters.values():
             for moment in masters.moment_kinds:

@@ -56,7 +56,7 @@ def run_example_code(folder: Path, title: str, code: str) -> np.ndarray:
     """
     with tempfile.TemporaryDirectory(prefix="dstrain-card-") as name:
         place = Path(name)
-        (place / "code.py").write_text(_replace_out_by_title(code, title), encoding="utf-8")
+        (place / "code.py").write_text(_replace_out_placeholder(code, title), encoding="utf-8")
         (place / "here").mkdir()
         (place / "here" / title).symlink_to(folder.absolute())
         # The code of pipelines is ours, and is copied into a cache, which several exports at a time would share.
@@ -77,7 +77,7 @@ def run_example_code(folder: Path, title: str, code: str) -> np.ndarray:
         return np.load(place / "drawn.npy")
 
 
-def _replace_out_by_title(code: str, title: str) -> str:
+def _replace_out_placeholder(code: str, title: str) -> str:
     """Returns the code with `title`, escaped as in JSON, instead of each OUT that follows a double quote."""
     return code.replace('"OUT', json.dumps(title, ensure_ascii=False)[:-1])
 
@@ -108,7 +108,7 @@ def write_model_card(
     errors: the relative errors of the export by name; errors["code"] is that of what `code` draws
     limit: the relative error above which an export is refused
     """
-    sealed, run = read_manifest(checkpoint), _hide_paths(run)
+    sealed, run = read_manifest(checkpoint), _remove_local_paths(run)
     imported = sealed["extra"].get("imported")  # of dstrain import's: not trained here
     versions = ", ".join(f"{library} {version}" for library, version in sealed["versions"].items())
     here = ", ".join(
@@ -130,12 +130,12 @@ def write_model_card(
         + ", relative, of what diffusers computes from this folder and the trained network",
     }
     lines = ["---", "library_name: diffusers", f"tags: [dstrain, {run.system}]", "---", "", f"# {run.name}", ""]
-    if (grid := _find_newest_grid(folder / "samples")) is not None:
+    if (grid := _find_newest_sample_grid(folder / "samples")) is not None:
         shutil.copyfile(grid, out / GRID)
         lines += [f"![samples of {grid.stem.replace('_', ' ')}]({GRID})", ""]
     cells = {key: value.replace("|", "\\|").replace("\n", " ") for key, value in facts.items()}
     lines += ["| | |", "|---|---|", *(f"| {key} | {value} |" for key, value in cells.items()), ""]
-    lines += ["```python", *_replace_out_by_title(code, title).splitlines(), "```", ""]
+    lines += ["```python", *_replace_out_placeholder(code, title).splitlines(), "```", ""]
     lines += [
         "This code was run on this folder when it was written, without dstrain. What it drew differs by "
         f"{errors['code']:.1e} (relative to the largest value) from what the trained network draws in dstrain "
@@ -194,26 +194,26 @@ def _describe_sampling(samples: Samples, system: System, class_name: str) -> str
     return ", ".join(words)
 
 
-def _hide_paths(run: Run) -> Run:
+def _remove_local_paths(run: Run) -> Run:
     """Returns a copy of the recipe without the paths of this machine. `folder` and `init_from` become None. Of
     data.path, data.held_out_path and each absolute path elsewhere only the last part stays.
     """
-    run = _strip_paths(run)
+    run = _shorten_absolute_paths(run)
     places = {"path": run.data.path, "held_out_path": run.data.held_out_path}
     last = {key: place and _keep_last_path_part(place) for key, place in places.items()}
     return run.model_copy(update={"folder": None, "init_from": None, "data": run.data.model_copy(update=last)})
 
 
-def _strip_paths(value: Any) -> Any:
+def _shorten_absolute_paths(value: Any) -> Any:
     """Shortens each absolute path in a value to its last part, and returns the result. Looks into sections, dicts,
     lists and tuples, and behind a prefix: "dinov2:/models/dinov2" becomes "dinov2:dinov2".
     """
     if isinstance(value, BaseModel):
-        return value.model_copy(update={name: _strip_paths(inner) for name, inner in value})
+        return value.model_copy(update={name: _shorten_absolute_paths(inner) for name, inner in value})
     if isinstance(value, dict):
-        return {key: _strip_paths(inner) for key, inner in value.items()}
+        return {key: _shorten_absolute_paths(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_strip_paths(inner) for inner in value)
+        return type(value)(_shorten_absolute_paths(inner) for inner in value)
     if isinstance(value, (str, Path)):
         kind, path = _KIND_AND_PATH.fullmatch(str(value)).groups()
         if Path(path).expanduser().is_absolute() and not path.startswith("//"):
@@ -236,7 +236,7 @@ def _describe_weights_kind(kind: str) -> str:
     return f"{_KINDS[name]} {decay}".rstrip()
 
 
-def _find_newest_grid(samples: Path) -> Path | None:
+def _find_newest_sample_grid(samples: Path) -> Path | None:
     """Returns the newest grid of samples in `samples`, a run's folder samples/. If there is none, returns the newest
     grid of reconstructions, or None if there is none either.
     """

@@ -39,7 +39,7 @@ class FirstStage:
     data: Data | None = None  # what a run learned from
 
 
-def open_run(
+def open_run_as_first_stage(
     folder: Path, ema: float | None = None, raw: bool = False, step: int | None = None, precision: Precision = "fp32"
 ) -> FirstStage:
     """Opens the first stage in a run's folder, or in a folder that `dstrain export RUN --format safetensors` or
@@ -61,7 +61,7 @@ def open_run(
         require_unaltered_files([folder])
         codec = Codec.load(folder, _RUN)
     else:
-        codec = _open_checkpoint(folder, ema, raw, step)
+        codec = _open_codec_of_checkpoint(folder, ema, raw, step)
     codec.to(group.device())
     cast_weights(codec, precision)
 
@@ -73,22 +73,22 @@ def open_run(
         encoded = codec.encode(pixels.float() / 127.5 - 1, batch.get("frames"))
         if codec.kind == "tokens":
             return encoded["tokens"].cpu().numpy()
-        return _make_moments(encoded["latent_mean"], encoded["latent_std"])
+        return _stack_mean_and_std(encoded["latent_mean"], encoded["latent_std"])
 
     return FirstStage(
         str(folder), codec.fingerprint, codec.channels, encode_samples, codec.codebook_size, codec.run.data
     )
 
 
-def _open_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
+def _open_codec_of_checkpoint(folder: Path, ema: float | None, raw: bool, step: int | None) -> Codec:
     """Opens the first stage of a run with the weights of one of its checkpoints, in float32. The arguments and the
-    errors are those of `open_run`.
+    errors are those of `open_run_as_first_stage`.
     """
     run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     require_first_stage(system, run, folder, _RUN)
     checkpoint = trained.find_checkpoint(folder, step, ema)
-    kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema if ema is None else ema, raw)
+    kinds = trained.choose_raw_or_ema_by_part(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     first = next(iter(system.parts))  # another part, such as a discriminator, encodes nothing
     networks = trained.load_networks(system, checkpoint, {first: kinds[first]}, torch.float32)
     return Codec(networks[first], system, run, str(folder), _RUN)
@@ -111,14 +111,14 @@ def open_diffusers_autoencoder(path: str, image_size: int | None, precision: Pre
 
     def encode_images(batch):
         """Encodes images, uint8 (B, C, H, W). Returns the means and standard deviations of latents, (B, 2, c, h, w)."""
-        return _make_moments(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
+        return _stack_mean_and_std(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 
     fingerprint = vae.compute_fingerprint()
     vae.set_encode_precision(precision)
     return FirstStage(path, fingerprint, vae.image_channels, encode_images)
 
 
-def _make_moments(mean: Tensor, std: Tensor) -> np.ndarray:
+def _stack_mean_and_std(mean: Tensor, std: Tensor) -> np.ndarray:
     """Returns the mean and the standard deviation, (b, ...) each, as one float32 array (b, 2, ...)."""
     return torch.stack((mean, std), dim=1).float().cpu().numpy()  # (B, 2, c, h, w)
 

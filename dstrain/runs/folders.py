@@ -43,7 +43,7 @@ from dstrain.recipe import (
 from dstrain.runs.lineage import (
     ANCESTORS,
     append_ancestor_runs,
-    claim_checkpoints,
+    claim_checkpoint_folder,
     require_link_to_own_checkpoints,
     require_own_checkpoints,
 )
@@ -76,7 +76,7 @@ def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
     strangers = sorted(
         path.name for path in folder.iterdir() if not _BESIDE.fullmatch(path.name) and path.name not in OF_RUN
     )
-    if not _is_run(folder) and (strangers or any((folder / name).exists() for name in OF_RUN)):
+    if not _is_run_folder(folder) and (strangers or any((folder / name).exists() for name in OF_RUN)):
         names = strangers or sorted(path.name for path in folder.iterdir() if path.name in OF_RUN)
         raise ConfigError(
             f"folder={folder} is not a run's: it holds {', '.join(names[:3])}; name another folder, since nothing of "
@@ -120,7 +120,7 @@ def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
         )
 
 
-def _is_run(folder: Path) -> bool:
+def _is_run_folder(folder: Path) -> bool:
     """Returns whether a folder holds, or has held, a run: it holds two of the files that only runs write, or one of
     these and checkpoints, or a run's identity and no step_* beside that. samples/ alone, a common name, is not enough.
     """
@@ -163,7 +163,7 @@ def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> 
             _require_no_readers(checkpoints.glob("step_*"))
             move_run_aside(folder)
         if linked := checkpoints.is_symlink():
-            claim_checkpoints(checkpoints)
+            claim_checkpoint_folder(checkpoints)
             require_link_to_own_checkpoints(folder)
         earlier = owner.read_run_identity(folder)
         if not resume.from_scratch:
@@ -209,11 +209,11 @@ def read_recipe(folder: Path) -> Run:
     return run
 
 
-def is_same_data(earlier: str, fingerprint: str) -> bool:
-    """Returns whether two fingerprints are of the same data; of `earlier` an old dstrain may have saved only a
-    beginning.
+def is_same_data(earlier_fingerprint: str, fingerprint: str) -> bool:
+    """Returns whether two fingerprints are of the same data; of `earlier_fingerprint` an old dstrain may have saved
+    only a beginning.
     """
-    return f"{fingerprint} ".startswith(f"{earlier} ")
+    return f"{fingerprint} ".startswith(f"{earlier_fingerprint} ")
 
 
 class Claimed:
@@ -236,11 +236,11 @@ class Claimed:
         self.close()
 
 
-def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, verb: str = "train") -> Claimed:
+def lock_folder(folder: Path, patience: float = 60.0, busy_message: str | None = None, verb: str = "train") -> Claimed:
     """Claims a folder for this process by a lock and a lease (disk/owner.py), and makes it if it is missing. Call it on
     rank 0 only. Waits up to `patience` seconds while another process has the folder. `verb`, what this command does
-    there, is shown to others. Raises ConfigError if the folder cannot be written, or, with the message `busy` (None:
-    one about training), if another process still has it.
+    there, is shown to others. Raises ConfigError if the folder cannot be written, or, with the message `busy_message`
+    (None: one about training), if another process still has it.
     """
     get_phases().enter_phase(f"waiting for another command in {folder}, {patience:g} s at most")
     end = time.monotonic() + patience
@@ -264,7 +264,7 @@ def lock_folder(folder: Path, patience: float = 60.0, busy: str | None = None, v
         if time.monotonic() > end:
             file.close()
             raise ConfigError(
-                busy
+                busy_message
                 or f"folder={folder}: another process trains in it{holder}; name another folder=, or "
                 f"stop that one first (touch {folder / 'stop'})"
             ) from None
@@ -413,7 +413,7 @@ def _list_checkpoint_steps(folder: Path) -> list[int]:
     return [int(name[5:]) for name in names if name[5:].isdigit()]
 
 
-def read_earlier_settings(folder: Path) -> dict[str, Any]:
+def read_earlier_deepspeed_settings(folder: Path) -> dict[str, Any]:
     """Returns the content of a run's ds_config.json; {} if no step of the run was saved or the file cannot be read."""
     try:
         settings = small.read_json(folder / "ds_config.json") if read_last_saved_step(folder) else {}
@@ -484,15 +484,15 @@ def _make_folder_for_earlier_run(folder: Path) -> Path:
 
 
 def describe_run_end(
-    run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None, left: bool = False
+    run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None, work_left: bool = False
 ) -> str:
     """Returns the last line that training prints: how the run ended, and what to do next. This command began at step
     `first` and ended at step `done`; `saved` is the last saved step. `reason`: why the run stopped early; None: another
-    rank was stopped. `left`: it stopped before the samples and metrics after its last step were made.
+    rank was stopped. `work_left`: it stopped before the samples and metrics after its last step were made.
     """
-    if first == run.steps and not left:
+    if first == run.steps and not work_left:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."
-    if done == run.steps and not left:
+    if done == run.steps and not work_left:
         drawn = f", samples in {folder / 'samples'}" if (folder / "samples").is_dir() else ""
         return f"complete: {done} steps, saved in {folder / 'checkpoints'}{drawn}"
     reason = reason or "another rank was stopped"

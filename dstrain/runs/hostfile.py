@@ -34,13 +34,14 @@ def read_hosts(command: Sequence[str]) -> list[str]:
     return [line.split()[0] for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
-def require_enough_hosts(command: Sequence[str], least: int) -> None:
-    """Raises ConfigError if the hostfile of `command` names fewer than `least` hosts, or if `read_hosts` refuses the
-    command.
+def require_enough_hosts(command: Sequence[str], min_hosts: int) -> None:
+    """Raises ConfigError if the hostfile of `command` names fewer than `min_hosts` hosts, or if `read_hosts` refuses
+    the command.
     """
-    if len(hosts := read_hosts(command)) < least:
+    if len(hosts := read_hosts(command)) < min_hosts:
         raise ConfigError(
-            f"--min-hosts {least}: the hostfile names {len(hosts)} hosts; write more into it, or give a smaller number"
+            f"--min-hosts {min_hosts}: the hostfile names {len(hosts)} hosts; write more into it, "
+            "or give a smaller number"
         )
 
 

@@ -39,7 +39,7 @@ def require_same_setup_on_all_ranks(run: Run, settings: dict[str, Any], patience
     if group.world() == 1:
         return
     get_phases().enter_phase("comparing the machines of all ranks")
-    folder, machine, code = run.directory, socket.gethostname(), _list_code_versions()
+    folder, machine, code = run.directory, socket.gethostname(), _collect_code_versions()
     probe = folder / group.broadcast_from_first(f".shared-{secrets.token_hex(8)}")
     with folders.explain_disk_errors(folder):
         if group.rank() == 0:
@@ -57,7 +57,7 @@ def require_same_setup_on_all_ranks(run: Run, settings: dict[str, Any], patience
             f"{me} has another recipe than {first}: {', '.join(changed)}; give all machines one command"
             ', and where their CPUs differ, true or false for an "auto" of the JSON'
         )
-    if not _is_seen_within(probe, patience):
+    if not _wait_until_path_exists(probe, patience):
         problems.append(
             f"folder={folder} is not shared: {me} does not see what {first} wrote there; put it on a file "
             "system that all machines mount, folder=/shared/NAME, say"
@@ -83,7 +83,7 @@ def run_on_rank_0_or_exit(action: Callable[[], None]) -> None:
     _end_all_ranks_if_problems(group.broadcast_from_first(problems))
 
 
-def require_own_folder(folder: Path, patience: float = 2.0) -> None:
+def require_folder_not_lost(folder: Path, patience: float = 2.0) -> None:
     """Raises NotSaved, on all ranks, if the run's folder was moved or removed while the run trains, or now belongs to
     another run. Call it on all ranks. Rank 0 waits up to `patience` seconds for a missing run.yaml, since an editor may
     be writing it, or a network file system may show it late.
@@ -91,7 +91,7 @@ def require_own_folder(folder: Path, patience: float = 2.0) -> None:
     fault = None
     if group.rank() == 0:
         try:
-            if not _is_seen_within(folder / "run.yaml", patience):
+            if not _wait_until_path_exists(folder / "run.yaml", patience):
                 fault = (
                     "was moved or removed while training wrote into it (its run.yaml is gone): nothing more is saved; "
                     "move it back and give the same command again"
@@ -138,7 +138,7 @@ def _end_all_ranks_if_problems(problems: list[str]) -> None:
         raise SystemExit(2)
 
 
-def _list_code_versions() -> dict[str, str]:
+def _collect_code_versions() -> dict[str, str]:
     """Returns {package: version} of torch and DeepSpeed, and for dstrain a hash of its source files, since the files
     may change without a new version.
     """
@@ -163,7 +163,7 @@ def _list_setup_differences(
     return [f"{key}={own} (not {first})" for key, first, own in changes[:_SHOWN]]
 
 
-def _is_seen_within(path: Path, patience: float) -> bool:
+def _wait_until_path_exists(path: Path, patience: float) -> bool:
     """Waits until a file or folder exists, at most `patience` seconds, and returns whether it does. Opens the folders
     above it meanwhile, so that NFS looks for it anew.
     """

@@ -42,16 +42,16 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
     )
 
 
-def append_ancestor_runs(folder: Path, adopts: bool) -> None:
+def append_ancestor_runs(folder: Path, adopt_writers: bool) -> None:
     """Appends to the folder's .ancestors the identities (random ids) of other runs from whose checkpoints this run may
-    resume: the folder's own identity if the folder is a copy of another run's, and, if `adopts` or if the folder has no
-    identity yet, those of the writers of the ten newest checkpoints. Writes nothing if all are listed already.
+    resume: the folder's own identity if the folder is a copy of another run's, and, if `adopt_writers` or if the folder
+    has no identity yet, those of the writers of the ten newest checkpoints. Writes nothing if all are listed already.
 
     Call it before the folder gets a new identity. Raises OSError if the file cannot be written.
     """
     own, known = owner.read_run_identity(folder), _read_ancestor_runs(folder)
     found = {own} if own and owner.find_other_owning_run(folder, folder) else set()  # a copy's, which is renewed
-    if adopts or own is None:
+    if adopt_writers or own is None:
         found |= {*_read_checkpoint_writers(folder, None).values()} - {own}
     if new := sorted(found - {*known}):
         atomic.write_file(folder / ANCESTORS, "".join(f"{identity}\n" for identity in [*known, *new]))
@@ -70,7 +70,7 @@ def require_link_to_own_checkpoints(folder: Path) -> None:
         )
 
 
-def claim_checkpoints(checkpoints: Path) -> None:
+def claim_checkpoint_folder(checkpoints: Path) -> None:
     """Claims a folder of checkpoints on another disk for this process. Waits up to 35 s for another process that has
     claimed it. Raises ConfigError if that process still has it then.
     """

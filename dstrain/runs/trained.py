@@ -18,7 +18,7 @@ from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import folders
-from dstrain.runs.weights import choose_weights_kind, hold_checkpoints_while_choosing, require_whole_checkpoint
+from dstrain.runs.weights import choose_raw_or_ema_weights, protect_checkpoints_while_choosing, require_whole_checkpoint
 from dstrain.systems.base import System
 
 Guide = tuple[Path, float | str | None, int | None]  # a run; a decay or width of its EMA, or raw; a step
@@ -45,7 +45,7 @@ def find_checkpoint(folder: Path, step: int | None = None, ema: float | None = N
     ConfigError if there is no such checkpoint, or if it is damaged.
     """
     steps = [folder / "checkpoints" / f"step_{step:08d}"] if step is not None else []
-    with hold_checkpoints_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
+    with protect_checkpoints_while_choosing(steps or (folder / "checkpoints").glob("step_*[0-9]")) as keep:
         return keep(_choose_checkpoint(folder, step, ema))
 
 
@@ -88,19 +88,19 @@ def make_writable_folder(folder: Path, option: str = "--out") -> None:
         raise ConfigError(f"{option} {folder} cannot be written: name another folder")
 
 
-def choose_weights_kinds(
-    system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, every: bool = False
+def choose_raw_or_ema_by_part(
+    system: System, checkpoint: Path, ema: float | None = None, raw: bool = False, include_unaveraged: bool = False
 ) -> dict[str, str]:
     """Returns {part: kind of weights to take}. The kind is "ema.DECAY", of the average `ema` or, if None, of the part's
     first average. It is "master", the training weights, if `raw`.
 
-    Leaves out parts without averages, such as a discriminator. With `every` includes them as "master", if the
-    checkpoint holds files of them. Raises ConfigError if there is no such average.
+    Leaves out parts without averages, such as a discriminator. With `include_unaveraged` includes them as "master", if
+    the checkpoint holds files of them. Raises ConfigError if there is no such average.
     """
     return {
-        part: choose_weights_kind(checkpoint, part, ema) if part in system.averaged and not raw else "master"
+        part: choose_raw_or_ema_weights(checkpoint, part, ema) if part in system.averaged and not raw else "master"
         for part in system.parts
-        if part in system.averaged or (every and any(checkpoint.glob(f"{part}-*-of-*")))
+        if part in system.averaged or (include_unaveraged and any(checkpoint.glob(f"{part}-*-of-*")))
     }
 
 
@@ -135,7 +135,7 @@ def build_loaded_networks(
     return loaded
 
 
-def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -> nn.Module:
+def load_guiding_network(guide: Guide, system: System, scale: float, dtype: torch.dtype) -> nn.Module:
     """Loads the network that guides samples of `system` (autoguidance, Karras et al. 2024), and returns it in eval mode
     on the rank's device. `guide` is (the folder of the guiding run; the decay or width of an average, or "raw"; a
     step). None stands for the recipe's average and for the newest step.
@@ -152,7 +152,7 @@ def load_guide(guide: Guide, system: System, scale: float, dtype: torch.dtype) -
         system.require_guide(other)
         ema = None if raw else weights
         checkpoint = find_checkpoint(folder, step, ema)
-        kinds = choose_weights_kinds(other, checkpoint, run.samples.ema if ema is None else ema, raw)
+        kinds = choose_raw_or_ema_by_part(other, checkpoint, run.samples.ema if ema is None else ema, raw)
         return load_networks(other, checkpoint, kinds, dtype)["denoiser"]
 
 

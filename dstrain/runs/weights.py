@@ -53,7 +53,7 @@ def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None
     if path.name in (f"{_MODEL}.safetensors", f"{_MODEL}.bin") and (path.parent / "config.json").is_file():
         path = path.parent  # the names in it are those of diffusers
     if (path / "checkpoints").is_dir():
-        with hold_checkpoints_while_choosing((path / "checkpoints").glob("step_*[0-9]")) as keep:
+        with protect_checkpoints_while_choosing((path / "checkpoints").glob("step_*[0-9]")) as keep:
             newest = Store(path / "checkpoints", check=require_loadable_checkpoint).find_newest_checkpoint()
             if newest is None:
                 raise ConfigError(f"init_from={path}: the run has no whole checkpoint; train it first, or name another")
@@ -62,27 +62,27 @@ def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None
         require_whole_checkpoint(path)
     notes: list[str] = []
     if (path / "manifest.json").exists() and list(path.glob("*-of-*.safetensors")):
-        adapted, notes = _read_checkpoint(path, system, first, others)
+        adapted, notes = _read_checkpoint_weights(path, system, first, others)
     elif files := _find_consolidated_parts(path, first, others):
-        require_unaltered_files(files.values(), together=True)
-        adapted = {part: _adapt_part(system, part, read_state_dict(file), file) for part, file in files.items()}
+        require_unaltered_files(files.values(), on_all_ranks=True)
+        adapted = {part: _adapt_part_weights(system, part, read_state_dict(file), file) for part, file in files.items()}
     elif config_file := _find_diffusers_config(path, system):
         config = read_json(config_file)
         state, notes = system.from_diffusers(read_state_dict(config_file.parent), config)
-        adapted = {first: _adapt_part(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
+        adapted = {first: _adapt_part_weights(system, first, state, f"{config_file.parent} ({config['_class_name']})")}
     elif path.is_dir() and deepspeed_files.is_universal_checkpoint(path):
-        adapted = {first: _adapt_part(system, first, _read_universal_folder(path), path)}
+        adapted = {first: _adapt_part_weights(system, first, _read_universal_checkpoint(path), path)}
     else:
         if list(path.glob("*model_states.pt")) or list(path.glob("*/*model_states.pt")):
             raise ConfigError(
                 f"init_from={path} holds DeepSpeed's own files: merge them with "
                 f"`dstrain consolidate {path} --trust-pickle --out DIR`, and name DIR"
             )
-        require_unaltered_files([path], together=True)
+        require_unaltered_files([path], on_all_ranks=True)
         state = read_state_dict(path)
         if not (path.parent / CONSOLIDATED).exists():
             state, notes = system.rename_published(first, state)
-        adapted = {first: _adapt_part(system, first, state, path)}
+        adapted = {first: _adapt_part_weights(system, first, state, path)}
     adapted[first][1].extend(notes)
     adapted[first][1].extend(
         f"{part} is not in {path} and begins anew"
@@ -92,7 +92,7 @@ def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None
     return adapted
 
 
-def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
+def _read_checkpoint_weights(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
     """Reads and adapts the parts of one of dstrain's checkpoints: the first average of each part, or its training
     weights if it has no average. Returns these, and a note on each part that is left out because only DeepSpeed's own
     files hold it. Raises ConfigError if the first part is absent.
@@ -108,11 +108,11 @@ def _read_checkpoint(path: Path, system: System, first: str, others: list[str]) 
         )
     adapted, notes = {}, []
     for part in (part for part in (first, *others) if part in parts):
-        kind = choose_weights_kind(path, part)
+        kind = choose_raw_or_ema_weights(path, part)
         if part != first and kind == "master" and (path / "deepspeed").is_dir():
             notes.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
         else:
-            adapted[part] = _adapt_part(system, part, read_weights(path, part, kind, load_values=False), path)
+            adapted[part] = _adapt_part_weights(system, part, read_weights(path, part, kind, load_values=False), path)
     return adapted, notes
 
 
@@ -126,12 +126,12 @@ def _find_consolidated_parts(path: Path, first: str, others: list[str]) -> dict[
     return {part: file for part, file in files.items() if file.exists()} if files[first].exists() else {}
 
 
-def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> None:
+def require_unaltered_files(paths: Iterable[Path], on_all_ranks: bool = False) -> None:
     """Compares files of a consolidated folder with their recorded hashes. Raises ConfigError if a file was altered or
     the record is damaged. Does nothing if the first path is in no consolidated folder.
 
     paths: files in the folder, or folders, of which all recorded files are checked
-    together: whether all ranks call it: then each rank checks a share of the files, and all raise the same error
+    on_all_ranks: whether all ranks call it: then each rank checks a share of the files, and all raise the same error
     """
     paths = [path.absolute() for path in paths]
     above = (paths[0], *paths[0].parents)[:3]  # a file, its part's folder, all parts' folder
@@ -141,16 +141,16 @@ def require_unaltered_files(paths: Iterable[Path], together: bool = False) -> No
     try:
         files = read_json(folder / CONSOLIDATED).get("files", {})
         names = [name for name in files if any((folder / name).is_relative_to(path) for path in paths)]
-        share = names[group.rank() % group.world() :: group.world()] if together else names
+        share = names[group.rank() % group.world() :: group.world()] if on_all_ranks else names
         wrong = find_file_faults(folder, share, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         wrong = [f"{CONSOLIDATED} is damaged"]
-    wrong = list(dict.fromkeys(chain.from_iterable(group.gather_objects(wrong)))) if together else wrong
+    wrong = list(dict.fromkeys(chain.from_iterable(group.gather_objects(wrong)))) if on_all_ranks else wrong
     if wrong:
         raise ConfigError(f"weights: {folder} is damaged ({', '.join(wrong)}): copy it again, or consolidate once more")
 
 
-def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
+def _read_universal_checkpoint(folder: Path) -> dict[str, Tensor]:
     """Reads fp32 weights and buffers, by state-dict name, from a folder that DeepSpeed's ds_to_universal has made.
     Executes nothing that is pickled there. Raises ConfigError if a file is damaged.
     """
@@ -167,7 +167,7 @@ def _read_universal_folder(folder: Path) -> dict[str, Tensor]:
     return state
 
 
-def _adapt_part(
+def _adapt_part_weights(
     system: System, part: str, state: dict[str, Tensor], origin: object
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Adapts the weights `state` of a part to its network, by the system's `adapt_weights`. Returns the values by
@@ -189,14 +189,14 @@ def _adapt_part(
     if not given and adapters:
         values = {name: value for name, value in values.items() if name not in adapters}
         notes = [*notes, f"{len(adapters)} tensors of adapters begin anew"]
-    before, after = ({_make_tensor_identity(tensor) for tensor in tensors.values()} for tensors in (state, values))
-    loaded = sum(_make_tensor_identity(tensor) in before for tensor in values.values())
-    left = sum(_make_tensor_identity(tensor) not in after for name, tensor in state.items() if name not in values)
+    before, after = ({_compute_storage_identity(tensor) for tensor in tensors.values()} for tensors in (state, values))
+    loaded = sum(_compute_storage_identity(tensor) in before for tensor in values.values())
+    left = sum(_compute_storage_identity(tensor) not in after for name, tensor in state.items() if name not in values)
     counts = f"{loaded} tensors loaded, {len(values) - loaded} replaced, {left} left"
     return values, [f"{part}: {counts}, from {origin}", *notes]
 
 
-def _make_tensor_identity(tensor: Tensor) -> int:
+def _compute_storage_identity(tensor: Tensor) -> int:
     """Returns a number that is the same for tensors that share their memory, and for the same StoredWeight."""
     return id(tensor) if isinstance(tensor, StoredWeight) else tensor.data_ptr()
 
@@ -231,7 +231,7 @@ def write_part_weights(checkpoint: Path, parts: Iterable[str], ema: float | None
     if (recipe := checkpoint.parent.parent / "run.yaml").exists():
         shutil.copyfile(recipe, folder / "run.yaml")
     for part in parts:
-        kind = choose_weights_kind(checkpoint, part, ema if ema in read_ema_decays(checkpoint, part) else None)
+        kind = choose_raw_or_ema_weights(checkpoint, part, ema if ema in read_ema_decays(checkpoint, part) else None)
         save_file(
             read_weights(checkpoint, part, kind),
             folder / f"{part}.safetensors",
@@ -241,21 +241,21 @@ def write_part_weights(checkpoint: Path, parts: Iterable[str], ema: float | None
 
 
 @contextmanager
-def hold_checkpoints_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
+def protect_checkpoints_while_choosing(candidates: Iterable[Path]) -> Iterator[Callable[[Path], Path]]:
     """Keeps training runs from removing the checkpoint folders `candidates` within the block. Yields a function: called
     with the chosen folder, it returns that folder, and protects it also after the block, until this process ends or
     calls `owner.release_all_holds`. Call it on all ranks; only rank 0 writes.
     """
     held = {path: owner.Hold(path) for path in candidates} if group.rank() == 0 else {}
 
-    def keep_chosen(path: Path) -> Path:
+    def protect_chosen_folder(path: Path) -> Path:
         """Protects the chosen folder from removal also after the block, and returns it."""
         if group.rank() == 0:
             held.pop(path, None) or owner.Hold(path)
         return path
 
     try:
-        yield keep_chosen
+        yield protect_chosen_folder
     finally:
         for hold in held.values():
             hold.release()
@@ -272,7 +272,7 @@ def require_whole_checkpoint(checkpoint: Path) -> Path:
     return checkpoint
 
 
-def choose_weights_kind(path: Path, part: str, ema: float | None = None) -> str:
+def choose_raw_or_ema_weights(path: Path, part: str, ema: float | None = None) -> str:
     """Returns the kind of weights to take of a part of the checkpoint `path`: "ema.DECAY" of the average `ema`, or of
     the first average if `ema` is None. Returns "master" if `ema` is None and the part has no averages. Raises
     ConfigError if the checkpoint lacks the average `ema`.
@@ -281,14 +281,14 @@ def choose_weights_kind(path: Path, part: str, ema: float | None = None) -> str:
     if ema is not None and ema not in decays:
         raise ConfigError(
             f"{path} holds no EMA of {'width' if ema <= WIDEST else 'decay'} {ema}; it holds "
-            f"{', '.join(map(str, decays)) or 'none'}{_describe_averages(path.parent.parent, ema)}"
+            f"{', '.join(map(str, decays)) or 'none'}{_describe_available_averages(path.parent.parent, ema)}"
         )
     if ema is None and not decays:
         return "master"
     return f"ema.{decays[0] if ema is None else ema!r}"
 
 
-def _describe_averages(run: Path, ema: float) -> str:
+def _describe_available_averages(run: Path, ema: float) -> str:
     """Returns the end of an error message about the missing average `ema` of a run: the widths that `dstrain
     reconstruct` has made, and whether it can make this one. Returns "" if it has made none and cannot.
     """
@@ -330,7 +330,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
         return _strip_prefixes(state, path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # train.py keeps its arguments in the file
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_mappable(path))
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_memory_mappable(path))
     except Exception as error:  # the restricted unpickler meets hostile bytes: it may raise anything
         raise ConfigError(
             f"weights: {path} is no weights file, damaged, or holds more than tensors and plain values "
@@ -346,7 +346,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
     return _strip_prefixes(content, path)
 
 
-def _is_mappable(path: Path) -> bool:
+def _is_memory_mappable(path: Path) -> bool:
     """Returns whether torch can map a weights file into memory: it must be a zip archive without compression, as
     torch.save writes it today.
     """

@@ -53,7 +53,7 @@ def row(folder: Path) -> list[str]:
         raise ConfigError(f"{folder}: not an autoencoder of builtin:fashion, by whose classifier FD is measured")
     checkpoint = trained.find_checkpoint(folder, None, None)
     nets = trained.load_networks(
-        system, checkpoint, trained.choose_weights_kinds(system, checkpoint, run.samples.ema), torch.float32
+        system, checkpoint, trained.choose_raw_or_ema_by_part(system, checkpoint, run.samples.ema), torch.float32
     )
     source = open_images("builtin:fashion", run.data.image_size, channels=run.data.channels, split="held_out")
     network, originals, made, right, alike = Builtin(torch.device("cpu")), [], [], [], []

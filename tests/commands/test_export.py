@@ -376,7 +376,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
     ((values, notes),) = read_adapted_weights(folder, system).values()
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
-    exact, near = (first_stage.open_run(folder, precision=precision) for precision in ("fp32", "bf16"))
+    exact, near = (first_stage.open_run_as_first_stage(folder, precision=precision) for precision in ("fp32", "bf16"))
     assert exact.fingerprint == near.fingerprint == hash_network(*system.describe_identity(nets))
     exact, near = (stage.codes({"image": system.synthetic(3)["image"]}) for stage in (exact, near))
     assert 0 < np.linalg.norm(near - exact) < 0.02 * np.linalg.norm(exact)
@@ -394,11 +394,11 @@ def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     wanted = hash_network(*systems.build("vae", recipe.load_recipe(folder / "run.yaml").model).describe_identity(nets))
     for name, part in (("both", None), ("one", "autoencoder")):
         consolidate_weights(Consolidation(folder, tmp_path / name, part=part))
-        assert first_stage.open_run(tmp_path / name).fingerprint == wanted
+        assert first_stage.open_run_as_first_stage(tmp_path / name).fingerprint == wanted
     path = tmp_path / "both" / "autoencoder" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"?")
     with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
-        first_stage.open_run(tmp_path / "both")
+        first_stage.open_run_as_first_stage(tmp_path / "both")
     system = systems.build("vae", recipe.load_recipe(folder / "run.yaml").model)
     for given in (tmp_path / "both", path.parent, path):  # the folder, one part's of it, one file
         with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):

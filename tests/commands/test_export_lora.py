@@ -55,7 +55,7 @@ def test_exports(train, tmp_path):
     recipe = trained.read_recipe(run)
     system = systems.build(recipe.system, recipe.model)
     checkpoint = trained.find_checkpoint(run)
-    kinds = trained.choose_weights_kinds(system, checkpoint)
+    kinds = trained.choose_raw_or_ema_by_part(system, checkpoint)
     network = trained.load_networks(system, checkpoint, kinds, torch.float32)["denoiser"]
     plain = systems.build(recipe.system, {name: value for name, value in recipe.model.items() if name != "lora"})
     ((values, _),) = read_adapted_weights(tmp_path / "safetensors", plain).values()

@@ -58,7 +58,9 @@ def network(folder: Path) -> torch.nn.Module:
     run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
     at = trained.find_checkpoint(folder)
-    found = trained.load_networks(system, at, trained.choose_weights_kinds(system, at, run.samples.ema), torch.float32)
+    found = trained.load_networks(
+        system, at, trained.choose_raw_or_ema_by_part(system, at, run.samples.ema), torch.float32
+    )
     return next(iter(found.values())).requires_grad_(False)
 
 

@@ -176,7 +176,10 @@ def test_two_parts(tmp_path):
     assert close(state, truth, "autoencoder")
     export_run(ExportOptions(folder, tmp_path / "out", "safetensors", ema=0.15))
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == ["autoencoder.safetensors"]
-    assert first_stage.open_run(folder, 0.15).fingerprint not in (first_stage.open_run(folder).fingerprint, None)
+    assert first_stage.open_run_as_first_stage(folder, 0.15).fingerprint not in (
+        first_stage.open_run_as_first_stage(folder).fingerprint,
+        None,
+    )
 
 
 def test_sweep(made, capsys):

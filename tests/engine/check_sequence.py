@@ -155,7 +155,7 @@ def draw(folders: Iterable[Path], out: Path) -> None:
         system = systems.build(run.system, run.model)
         checkpoint = trained.find_checkpoint(folder)
         assert checkpoint.name == f"step_{STEPS:08d}"
-        kinds = trained.choose_weights_kinds(system, checkpoint, run.samples.ema, False)
+        kinds = trained.choose_raw_or_ema_by_part(system, checkpoint, run.samples.ema, False)
         networks = trained.load_networks(system, checkpoint, kinds, torch.float32)
         request, _ = make_sampling_request(run.samples, system, 8)
         sample, own = system.process.sample, []

@@ -151,7 +151,7 @@ def count(
         if calls:
             profile.enable()
         with use_fake_ranks_and_tensors(world), Operations() as counted:
-            engines = build_engines(run, config, system, kind=FakeEngines)
+            engines = build_engines(run, config, system, engine_class=FakeEngines)
             ema = EmaShadow(engines.masters, run.ema, system.averaged)
             batches = Repeated(system, config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
             for number in range(steps):

@@ -362,7 +362,11 @@ def cases() -> dict[str, tuple[str, object, Callable[[Path], object]]]:
             f"{kind} as captions": ("c.csv", make, read_captions_file),
             f"{kind} as run.yaml": ("r/run.yaml", make, lambda path: trained.read_recipe(path.parent)),
             f"{kind} as saved": ("r/saved", make, lambda path: folders.read_last_saved_step(path.parent)),
-            f"{kind} as settings": ("r/ds_config.json", make, lambda path: folders.read_earlier_settings(path.parent)),
+            f"{kind} as settings": (
+                "r/ds_config.json",
+                make,
+                lambda path: folders.read_earlier_deepspeed_settings(path.parent),
+            ),
         }
     return table
 

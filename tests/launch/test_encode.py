@@ -297,7 +297,7 @@ def test_the_whole_way(tmp_path):
     recipe, system = trained.read_recipe(dit), systems.build("dit", trained.read_recipe(dit).model)
     at = trained.find_checkpoint(dit)
     nets = trained.load_networks(
-        system, at, trained.choose_weights_kinds(system, at, recipe.samples.ema), torch.float32
+        system, at, trained.choose_raw_or_ema_by_part(system, at, recipe.samples.ema), torch.float32
     )
 
     def drawn(system, seeds, labels, guidance_scale=recipe.samples.guidance_scale):

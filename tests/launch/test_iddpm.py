@@ -171,7 +171,7 @@ def test_chain_of_base_and_upsampler(undisturbed, tmp_path):
     run = trained.read_recipe(upsampler)
     system = systems.build(run.system, run.model)
     at = trained.find_checkpoint(upsampler)
-    networks = trained.load_networks(system, at, trained.choose_weights_kinds(system, at, 0.99), torch.float32)
+    networks = trained.load_networks(system, at, trained.choose_raw_or_ema_by_part(system, at, 0.99), torch.float32)
 
     def enlarged(labels, pictures):
         request = Request(

@@ -27,8 +27,8 @@ PHASES = {
     "save": ("dstrain.checkpoint.store:Store.commit_save:1:3", (), None),
     "grid": ("dstrain.train:draw_and_save_samples:1:0", GRID, 20),
     "loss": ("dstrain.train:score_batches:1:0", ("data.path=builtin:fashion", *LOSS), 20),
-    "metrics": ("dstrain.train:measure_quality:1:0", METRICS, 20),
-    "save.best": ("dstrain.train:measure_quality:1:0", ("save.best=fd", "every.save=1000", *METRICS), 20),
+    "metrics": ("dstrain.train:measure_sample_quality:1:0", METRICS, 20),
+    "save.best": ("dstrain.train:measure_sample_quality:1:0", ("save.best=fd", "every.save=1000", *METRICS), 20),
     "last": ("dstrain.train:draw_and_save_samples:1:0", ("steps=20", *GRID), 20),
 }
 SHORT = ("data", "a long first step", "micro-batch", "grid", "save.best")  # the others: pytest -m faults

@@ -294,7 +294,7 @@ def test_every_average_is_measured(tmp_path):
         expected |= {f"{prefix}{key}": value for key, value in quality.measure(masters, 16).items()}
     with Watchdog(tmp_path, 0, 0, 600) as watchdog:
         tracker = SimpleNamespace(report_scores=lambda done, scores, kind: reports.append((done, scores, kind)))
-        train.measure_quality(
+        train.measure_sample_quality(
             SimpleNamespace(
                 run=run,
                 system=system,

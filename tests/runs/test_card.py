@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from dstrain import recipe
-from dstrain.runs.card import _hide_paths
+from dstrain.runs.card import _remove_local_paths
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def test_no_path_of_this_machine_is_published():
         "samples.metrics=[fid]",
     ]
     run = recipe.load_recipe(ROOT / "tests/launch/tiny.yaml", words)
-    hidden = _hide_paths(run)
+    hidden = _remove_local_paths(run)
     text = recipe.dump_run(hidden)
     assert secret in recipe.dump_run(run) and "somebody" not in text
     assert [source.path for source in hidden.data.mixture] == ["cats", "hf://datasets/dogs"]

@@ -62,9 +62,9 @@ def _checked(
             (RUN / name).touch()
     elif late:
         threading.Timer(late, RUN.parent.symlink_to, [folder / roots[0] / RUN.parent]).start()
-    real, said, began = (hosts._list_code_versions, hosts.socket.gethostname), io.StringIO(), time.monotonic()
+    real, said, began = (hosts._collect_code_versions, hosts.socket.gethostname), io.StringIO(), time.monotonic()
     if codes:
-        hosts._list_code_versions = lambda: codes[rank]
+        hosts._collect_code_versions = lambda: codes[rank]
     if names:
         hosts.socket.gethostname = lambda: names[rank]
     try:
@@ -75,7 +75,7 @@ def _checked(
     except SystemExit as ended:
         return "ended", ended.code, said.getvalue()
     finally:
-        hosts._list_code_versions, hosts.socket.gethostname = real
+        hosts._collect_code_versions, hosts.socket.gethostname = real
     return "in order", time.monotonic() - began
 
 
@@ -150,15 +150,15 @@ def test_the_code_is_known_by_its_files(tmp_path, monkeypatch):
     (package / "inner").mkdir(parents=True)
     (package / "inner" / "a.py").write_text("x = 1\n")
     monkeypatch.setattr(hosts, "__file__", str(package / "hosts.py"))
-    seen = [hosts._list_code_versions()]
+    seen = [hosts._collect_code_versions()]
     (package / "inner" / "a.py").write_text("x = 12\n")
-    seen.append(hosts._list_code_versions())
+    seen.append(hosts._collect_code_versions())
     (package / "b.py").touch()
-    seen.append(hosts._list_code_versions())
+    seen.append(hosts._collect_code_versions())
     (package / "b.py").rename(package / "c.py")
-    seen.append(hosts._list_code_versions())
+    seen.append(hosts._collect_code_versions())
     (package / "notes.txt").write_text("no code")
-    assert len({code["dstrain"] for code in seen}) == 4 and hosts._list_code_versions() == seen[-1]
+    assert len({code["dstrain"] for code in seen}) == 4 and hosts._collect_code_versions() == seen[-1]
     assert set(seen[0]) == {"dstrain", "torch", "deepspeed"}
 
 
@@ -176,12 +176,12 @@ def test_a_folder_that_was_taken_away(tmp_path, taken):
         (folder / "run.yaml").rename(away)
     if taken in ("the folder", "run.yaml"):
         with pytest.raises(NotSaved, match=f"^{folder} was moved or removed .* same command again$"):
-            hosts.require_own_folder(folder, patience=0.3)
+            hosts.require_folder_not_lost(folder, patience=0.3)
         assert folder.exists() == (taken == "run.yaml")
         return
     if taken == "for a moment":
         threading.Timer(0.3, away.rename, [folder / "run.yaml"]).start()
-    hosts.require_own_folder(folder, patience=30)
+    hosts.require_folder_not_lost(folder, patience=30)
 
 
 def test_options_of_one_rank_alone(tmp_path):

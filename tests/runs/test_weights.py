@@ -19,7 +19,7 @@ from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.engine.checkpoint import read_weights
-from dstrain.runs.weights import choose_weights_kind, read_adapted_weights, read_state_dict, write_part_weights
+from dstrain.runs.weights import choose_raw_or_ema_weights, read_adapted_weights, read_state_dict, write_part_weights
 from dstrain.systems.base import System
 from tests.support.launch import ROOT, environment, here
 
@@ -224,10 +224,11 @@ def test_the_kind_of_weights(trained):
     """Oracle: the recipe's decays, 0.9 and 0.99."""
     path = checkpoint(trained, 4)
     assert (
-        choose_weights_kind(path, "denoiser") == "ema.0.9" and choose_weights_kind(path, "denoiser", 0.99) == "ema.0.99"
+        choose_raw_or_ema_weights(path, "denoiser") == "ema.0.9"
+        and choose_raw_or_ema_weights(path, "denoiser", 0.99) == "ema.0.99"
     )
     with pytest.raises(ValueError, match=r"no EMA of decay 0.5; it holds 0.9, 0.99"):
-        choose_weights_kind(path, "denoiser", 0.5)
+        choose_raw_or_ema_weights(path, "denoiser", 0.5)
 
 
 def test_a_damaged_checkpoint_is_passed_over(copy, capsys):

@@ -271,4 +271,4 @@ def test_a_system_without_codes(tmp_path):
         Codec.load(tmp_path / "out", "k")
     for name in ("run", "out"):
         with pytest.raises(ConfigError, match=f"RUN: .*{name} is of the system dit, which encodes nothing"):
-            first_stage.open_run(tmp_path / name)
+            first_stage.open_run_as_first_stage(tmp_path / name)

@@ -42,7 +42,9 @@ def plan_encoding(options: EncodeOptions) -> Plan:
     """
     require_supported_precision(options.precision)
     if options.run is not None:
-        stage = first_stage.open_run(options.run, options.ema, options.raw, options.step, options.precision)
+        stage = first_stage.open_run_as_first_stage(
+            options.run, options.ema, options.raw, options.step, options.precision
+        )
     else:
         assert options.first_stage is not None
         stage = first_stage.open_diffusers_autoencoder(options.first_stage, options.image_size, options.precision)

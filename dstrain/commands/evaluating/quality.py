@@ -32,7 +32,7 @@ from dstrain.metrics.network import Features
 from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, require_replaceable_file, reword_errors
 from dstrain.runs import trained
-from dstrain.runs.trained import load_guide
+from dstrain.runs.trained import load_guiding_network
 from dstrain.sampling.requests import OPTIONS
 from dstrain.tracking import figures
 
@@ -173,7 +173,7 @@ def _open_and_describe_measured_images(options: EvaluateOptions, run: Run | None
         *((run.samples.sampler,) if options.sampler is None else (options.sampler, "--sampler"))
     )
     checkpoint = trained.find_checkpoint(options.run_folder, options.step, options.ema)
-    kinds = trained.choose_weights_kinds(
+    kinds = trained.choose_raw_or_ema_by_part(
         system, checkpoint, run.samples.ema if options.ema is None else options.ema, options.raw
     )
     step = read_manifest(checkpoint)["step"]  # before the measurement, in which training may remove the checkpoint
@@ -187,7 +187,7 @@ def _open_and_describe_measured_images(options: EvaluateOptions, run: Run | None
     if isinstance(drawn, Stories):
         choice["prime_frames"] = drawn.length.primed
     if options.guide:
-        drawn.networks["guide"] = load_guide(
+        drawn.networks["guide"] = load_guiding_network(
             options.guide, system, choice["guidance_scale"], choose_weight_dtype(options.precision)
         )
         choice["guide"] = [*map(str, options.guide)]

@@ -72,7 +72,9 @@ def measure_loss_by_width(
     scores = []
     for width in widths:
         path = trained.find_checkpoint(folder, step, width)
-        networks = trained.load_networks(system, path, trained.choose_weights_kinds(system, path, width), torch.float32)
+        networks = trained.load_networks(
+            system, path, trained.choose_raw_or_ema_by_part(system, path, width), torch.float32
+        )
         batches = iterate_held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
         scores.append(score_batches(system, networks, batches))
     facts = {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}

@@ -12,7 +12,7 @@ from dstrain.commands.options.command import Command, make_argument_field, make_
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
-def parse_weights_kind(text: str) -> str:
+def parse_raw_or_ema(text: str) -> str:
     """Returns `text` unchanged if it is raw, ema or ema:DECAY. Raises argparse.ArgumentTypeError for any other."""
     if not re.fullmatch(r"raw|ema(:.+)?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither ema, ema:DECAY nor raw")
@@ -58,7 +58,7 @@ class Order(Command):
     weights: str | None = make_option_field(
         None,
         "ema, ema:DECAY, ema:WIDTH or raw (the run's first average; raw where there is none)",
-        parse_weights_kind,
+        parse_raw_or_ema,
         metavar="KIND",
     )
     part: str | None = make_option_field(

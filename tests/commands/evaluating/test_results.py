@@ -42,7 +42,7 @@ MEASURES = {
 def test_a_folder_that_goes_meanwhile(run, kind, tmp_path, monkeypatch):
     """Oracle: the figures while the folder stays; here it is removed as soon as the last weights are loaded."""
     _, wanted = MEASURES[kind](run, tmp_path / "wanted")
-    last = (quality, "load_guide") if kind == "guided" else (trained, "load_networks")
+    last = (quality, "load_guiding_network") if kind == "guided" else (trained, "load_networks")
 
     def goes(load):
         def loaded(*arguments, **named):

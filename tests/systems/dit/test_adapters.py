@@ -123,7 +123,9 @@ def test_exported_run(tmp_path: Path) -> None:
     recipe = trained.read_recipe(run)
     system = systems.build(recipe.system, recipe.model)
     checkpoint = trained.find_checkpoint(run)
-    network = trained.load_networks(system, checkpoint, trained.choose_weights_kinds(system, checkpoint), torch.float32)
+    network = trained.load_networks(
+        system, checkpoint, trained.choose_raw_or_ema_by_part(system, checkpoint), torch.float32
+    )
     pipeline = StableDiffusion3Pipeline.from_pretrained(tmp_path / "out")
     theirs = PeftModel.from_pretrained(deepcopy(pipeline.transformer), tmp_path / "adapters").eval()
     found, expected = predict_both("sd3", system, network["denoiser"], pipeline.transformer.eval())

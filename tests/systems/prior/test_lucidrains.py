@@ -104,7 +104,7 @@ def test_an_original_file(tmp_path, monkeypatch, capsys, name):
     run = trained.read_recipe(tmp_path / "run")
     system, at = systems.build(run.system, run.model), trained.find_checkpoint(tmp_path / "run")
     networks = trained.load_networks(
-        system, at, trained.choose_weights_kinds(system, at, run.samples.ema), torch.float32
+        system, at, trained.choose_raw_or_ema_by_part(system, at, run.samples.ema), torch.float32
     )
     network, (x, t, texts) = networks["denoiser"].eval().requires_grad_(False), inputs()
     if not system.config.num_text_tokens:
