@@ -36,19 +36,19 @@ def keys_of_seeds(seeds: Tensor) -> Tensor:
     return _mix_bits(_mix_bits(seeds) ^ _SECOND)  # not a key that `keys` makes
 
 
-def seed_torch(seed: int, step: int, micro: int) -> None:
-    """Seeds torch's generators, from which dropout draws. `micro` is the number of the micro-batch within the step,
-    counted over all ranks. So a dropout mask depends only on seed, step, micro-batch and its size: it is the same after
-    a resume.
+def seed_torch(seed: int, step: int, micro_batch: int) -> None:
+    """Seeds torch's generators, from which dropout draws. `micro_batch` is the number of the micro-batch within the
+    step, counted over all ranks. So a dropout mask depends only on seed, step, micro-batch and its size: it is the same
+    after a resume.
     """
-    torch.manual_seed(_mix_integer(_mix_integer(_mix_integer(seed) + step) ^ _mix_integer(micro + 1)))
+    torch.manual_seed(_mix_integer(_mix_integer(_mix_integer(seed) + step) ^ _mix_integer(micro_batch + 1)))
 
 
 def uniform(key: Tensor, name: str, shape: tuple[int, ...] = ()) -> Tensor:
     """Draws uniform float32 in [0, 1) for each key: int64 (B,) -> (B, *shape). Different names give independent
     numbers.
     """
-    return _convert_to_uniform(_hash_bits(key, name, math.prod(shape))).reshape(len(key), *shape)
+    return _convert_to_uniform(_draw_random_bits(key, name, math.prod(shape))).reshape(len(key), *shape)
 
 
 def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -57,7 +57,7 @@ def normal(key: Tensor, name: str, shape: tuple[int, ...]) -> Tensor:
     """
     numel = math.prod(shape)
     half = (numel + 1) // 2
-    bits = _hash_bits(key, name, half)
+    bits = _draw_random_bits(key, name, half)
     radius = (-2.0 * torch.log1p(-_convert_to_uniform(bits))).sqrt()  # 1 - u lies in (0, 1]
     angle = (bits & 0xFFFFFF).float() * (
         2 * math.pi / (1 << 24)
@@ -70,11 +70,11 @@ def integers(key: Tensor, name: str, high: int, shape: tuple[int, ...] = ()) -> 
     """Draws uniform int64 in [0, high) for each key: int64 (B,) -> (B, *shape). Different names give independent
     numbers. `high` is at most 2^31.
     """
-    bits = _hash_bits(key, name, math.prod(shape))
+    bits = _draw_random_bits(key, name, math.prod(shape))
     return (((bits >> 32) & 0xFFFFFFFF) * high >> 32).reshape(len(key), *shape)
 
 
-def _hash_bits(key: Tensor, name: str, count: int) -> Tensor:
+def _draw_random_bits(key: Tensor, name: str, count: int) -> Tensor:
     """Returns `count` numbers of 64 random bits for each key, hashes of key, name and index: int64 (B,) -> (B,
     count).
     """
