@@ -142,7 +142,7 @@ def load(
             raise ConfigError(f"{folder} is an export and holds one set of weights: leave out ema=, raw= and step=")
         states = {part: state for part, (state, _) in read_adapted_weights(folder, system, system.averaged).items()}
         networks, kinds = (
-            trained.build_loaded_networks(system, states.items(), dtype, device),
+            trained.build_networks_from_states(system, states.items(), dtype, device),
             dict.fromkeys(states, "exported"),
         )
     else:

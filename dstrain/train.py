@@ -141,7 +141,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
             is_due(interval, done)
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
         ):
-            with throughput.exclude_time():
+            with throughput.exclude_time_of_block():
                 left = save_and_measure_step(training, done, stop)
     if stop or left:
         training.stops.remove_stop_file()
@@ -242,12 +242,12 @@ def take_step(
     batches: Batches,
     tracker: Any,
     shift: int = 0,
-    vote: Callable[[], None] | None = None,
+    cast_vote: Callable[[], None] | None = None,
 ) -> dict[str, list[Tensor]]:
     """Takes one optimizer step of every part whose turn it is. Returns the losses of this rank's micro-batches by part.
 
     The batch, and the noise and dropout of its samples, are those of `step + shift` (see Divergence.batch_shift); all
-    else depends on `step`. `vote`, in which the ranks agree on what comes next, is called on the last micro-batch.
+    else depends on `step`. `cast_vote`, in which the ranks agree on what comes next, is called on the last micro-batch.
     """
     engines.begin_step(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []
@@ -255,8 +255,8 @@ def take_step(
     for micro, batch in enumerate(batches.read_step(step + shift)):  # batch["key"]: randomness belongs to a sample
         if micro:
             record_piece_of_work()
-        if vote and micro + 1 == batches.accumulation:
-            vote()
+        if cast_vote and micro + 1 == batches.accumulation:
+            cast_vote()
         if shift:
             batch["step"] = batch["step"] - shift  # for schedules of the system's own
         with torch.no_grad():
@@ -292,7 +292,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
     hosts.run_on_rank_0_or_exit(lambda: folders.check_and_prepare_run_folder(run, system.fingerprint(source), resume))
-    folders.register_claim_on_all_ranks(folder)
+    folders.register_folder_claim_on_ranks(folder)
 
     for network in system.frozen():
         network.to(group.device())

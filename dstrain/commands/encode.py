@@ -62,8 +62,8 @@ def run_verb(options: EncodeOptions) -> None:
     """Encodes the data, or embeds pairs of image and caption if the options ask for that. Prints on rank 0 what was
     written.
     """
-    if options.makes_pairs:
-        plan = embeddings.embed_pairs(options)
+    if options.makes_embedding_pairs:
+        plan = embeddings.embed_image_caption_pairs(options)
         text = (
             f"{plan['pairs']} pairs in {options.out}: image_embed {plan['image_embed_dim']}, text_embed "
             f"{plan['text_embed_dim']}; {plan['unreadable']} unreadable and replaced, {plan['without_caption']} "
@@ -119,7 +119,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         return _prepare_folder_or_explain(options, plan.stage, encoding, numbers)
 
     with (
-        _use_one_thread(),
+        _use_one_cpu_thread(),
         use_precision(options.precision),
         lock_and_prepare_folder(options.out, "encodes", prepare_out_folder, numbers, options.part is not None),
     ):
@@ -142,7 +142,7 @@ def _compute_shard_range_of_part(encoding: dict[str, Any], part: tuple[int, int]
 
 
 @contextmanager
-def _use_one_thread() -> Iterator[None]:
+def _use_one_cpu_thread() -> Iterator[None]:
     """Makes torch compute with one CPU thread within the block, if the rank's device is the CPU. The rounding of sums
     would else depend on the number of threads. Restores the number afterwards.
     """

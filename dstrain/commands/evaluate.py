@@ -117,7 +117,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
         **describe_command_and_machine(options, begun),
     }
     path = out / f"{_make_result_file_name(options, result)}.json"
-    print_and_write_result(path, result, figures.format_table(result), figures.plot_evaluation)
+    print_and_write_result(path, result, figures.format_evaluation_table(result), figures.plot_evaluation)
     return path, result
 
 

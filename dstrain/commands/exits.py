@@ -97,7 +97,7 @@ def _shorten_openmp_busy_waits() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _get_imported_group_module() -> ModuleType | None:
+def _get_distributed_group_module() -> ModuleType | None:
     """Returns the module distributed.group if it is imported already, else None. Does not import it, since that would
     import torch.
     """
@@ -140,7 +140,7 @@ def _convert_errors_to_exit_codes(main: Callable[[], None], stops_on_request: bo
         }
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
-        if (group := _get_imported_group_module()) and group.explain_lost_ranks(error):
+        if (group := _get_distributed_group_module()) and group.explain_lost_ranks(error):
             group.end_process(error)
         raise
 

@@ -37,7 +37,7 @@ from dstrain.nn.lora import Lora, convert_adapters_to_peft, merge_adapters_into_
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError, Run
 from dstrain.runs import card, trained
-from dstrain.runs.folders import fill_new_folder
+from dstrain.runs.folders import create_output_folder_atomically
 from dstrain.runs.weights import read_state_dict
 from dstrain.systems.base import Example, System
 
@@ -95,14 +95,14 @@ def export_run(options: ExportOptions) -> Exported:
         first = next(iter(system.parts))
         kinds = {first: kinds[first]}
     get_phases().enter_phase(f"writing {options.out}")
-    with fill_new_folder(options.out) as folder:
+    with create_output_folder_atomically(options.out) as folder:
         if options.format in ADAPTER_FORMATS and lora is not None:
             exported = _export_adapters(options, run, system, checkpoint, kinds, lora, folder)
         elif writer is None:
             exported = _export_parts_as_safetensors(run, checkpoint, kinds, lora, folder)
         else:
             states = ((part, _read_merged_weights(checkpoint, part, kind, lora)) for part, kind in kinds.items())
-            nets = trained.build_loaded_networks(system, states, torch.float32, group.device())
+            nets = trained.build_networks_from_states(system, states, torch.float32, group.device())
             exported = _export_to_diffusers(options, run, system, nets, writer, folder)
         _require_small_errors(options.run, exported, getattr(writer, "TOLERATED", {}))
         if writer is not None:

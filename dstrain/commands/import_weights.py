@@ -23,7 +23,7 @@ from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.engine.initial import build_networks
 from dstrain.recipe import ConfigError, Ema, Run
-from dstrain.runs.folders import fill_new_folder
+from dstrain.runs.folders import create_output_folder_atomically
 from dstrain.runs.weights import read_adapted_weights
 from dstrain.systems.base import System
 
@@ -59,7 +59,7 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
         initial = build_networks(system.networks, run.seed)
         values |= {part: dict(state()) for part, (_, state) in initial.items() if part not in loaded}
     get_phases().enter_phase(f"writing {out}")
-    with fill_new_folder(out) as folder:
+    with create_output_folder_atomically(out) as folder:
         store = Store(folder / "checkpoints")
         size = sum(4 * value.numel() for state in values.values() for value in state.values())
         if not store.save(0, lambda path: _write_checkpoint(path, system, values), {"imported": weights.name}, size):

@@ -119,7 +119,7 @@ def describe_costs_and_fit(case: Case, json: bool = False) -> tuple[str, bool]:
             estimate.collect_cost_figures() | ({} if estimate.fits else {"advice": advised})
         ), estimate.fits
     lines = [
-        *_describe_run(estimate),
+        *_describe_run_setup(estimate),
         *_describe_memory(estimate),
         *_describe_step_costs(estimate),
         *_describe_whole_run_costs(estimate),
@@ -176,7 +176,7 @@ def _format_gpus_and_machines(estimate: Estimate) -> str:
     return f"{layout.world:,} x {name}{each}"
 
 
-def _describe_run(estimate: Estimate) -> list[str]:
+def _describe_run_setup(estimate: Estimate) -> list[str]:
     """Returns lines on the run's name, sharding, batch and weights."""
     run, settings, sequence = estimate.run, estimate.settings, estimate.run.parallel.sequence
     each = "ranks" if sequence == 1 else f"groups of {sequence} ranks"

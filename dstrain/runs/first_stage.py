@@ -109,7 +109,7 @@ def open_diffusers_autoencoder(path: str, image_size: int | None, precision: Pre
     if image_size is not None and image_size % vae.factor:
         raise ConfigError(f"--image-size {image_size} is no multiple of {vae.factor}, by which {path} shrinks images")
 
-    def encode_images(batch):
+    def encode_images(batch: Batch) -> np.ndarray:
         """Encodes images, uint8 (B, C, H, W). Returns the means and standard deviations of latents, (B, 2, c, h, w)."""
         return _stack_mean_and_std(*autoencoder.encode_posterior(vae.vae, batch["image"].float() / 127.5 - 1))
 

@@ -176,7 +176,7 @@ def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> 
 
 def _describe_lost_checkpoints(folder: Path) -> str | None:
     """Returns how the run's checkpoints were lost, such as "has saved step 40 and ..."; None if none were lost."""
-    checkpoints, steps, noted = folder / "checkpoints", _list_checkpoint_steps(folder), _read_saved_file(folder)
+    checkpoints, steps, noted = folder / "checkpoints", _list_checkpoint_steps(folder), _read_saved_step(folder)
     if checkpoints.is_symlink() and not checkpoints.exists():
         return f"has the link checkpoints, and {os.readlink(checkpoints)} is not there"
     if checkpoints.exists() and not checkpoints.is_dir():
@@ -303,7 +303,7 @@ def claim_output_folder(out: Path, option: str, verb: str) -> Iterator[None]:
     try:
         if problem := group.broadcast_from_first(problem):
             raise ConfigError(problem)
-        register_claim_on_all_ranks(out)
+        register_folder_claim_on_ranks(out)
         yield
         group.barrier()
     finally:
@@ -313,7 +313,7 @@ def claim_output_folder(out: Path, option: str, verb: str) -> Iterator[None]:
                 out.rmdir()
 
 
-def register_claim_on_all_ranks(folder: Path) -> None:
+def register_folder_claim_on_ranks(folder: Path) -> None:
     """Tells every rank of the claim that rank 0 has on the folder; a rank checks it before each write there. Call it on
     all ranks. Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
     """
@@ -356,7 +356,7 @@ def write_run_files(run: Run, settings: dict[str, Any], fingerprint: str) -> Non
     folder = run.directory
     with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if _read_saved_file(folder) is None:
+        if _read_saved_step(folder) is None:
             write_saved_step(folder, read_last_saved_step(folder))
         for name, text in (
             ("run.yaml", dump_run(run)),
@@ -367,7 +367,7 @@ def write_run_files(run: Run, settings: dict[str, Any], fingerprint: str) -> Non
 
 
 @contextmanager
-def fill_new_folder(out: Path) -> Iterator[Path]:
+def create_output_folder_atomically(out: Path) -> Iterator[Path]:
     """Yields a temporary folder for the block to fill; renames it to `out` at the end, or removes it after an error.
 
     Raises ConfigError if `out` exists and is not an empty folder, or if it cannot be written.
@@ -398,10 +398,10 @@ def require_step_within_run(run: Run, step: int) -> None:
 
 def read_last_saved_step(folder: Path) -> int:
     """Returns the largest step that the file `saved` or the name of a checkpoint gives; 0 if there is none."""
-    return max(_read_saved_file(folder) or 0, *_list_checkpoint_steps(folder), 0)
+    return max(_read_saved_step(folder) or 0, *_list_checkpoint_steps(folder), 0)
 
 
-def _read_saved_file(folder: Path) -> int | None:
+def _read_saved_step(folder: Path) -> int | None:
     """Returns the step in the file `saved`, or None if the file is absent or damaged."""
     text = small.read_stripped_text(folder / "saved") or ""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None

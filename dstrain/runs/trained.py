@@ -112,10 +112,10 @@ def load_networks(
     there. Raises ConfigError if weights are absent or damaged.
     """
     states = ((part, read_weights(checkpoint, part, kind)) for part, kind in kinds.items())
-    return build_loaded_networks(system, states, dtype, device or group.device())
+    return build_networks_from_states(system, states, dtype, device or group.device())
 
 
-def build_loaded_networks(
+def build_networks_from_states(
     system: System, states: Iterable[tuple[str, dict[str, Tensor]]], dtype: torch.dtype, device: torch.device
 ) -> dict[str, nn.Module]:
     """Builds the system's networks, and loads `states`, pairs of (part, state dict), into them. Returns the networks of

@@ -316,7 +316,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
         files = [path := path / f"{_MODEL}.bin"]
     for index in (path / name for name in _INDICES):
         if index.exists():
-            files = _list_indexed_files(index)
+            files = _list_weights_files_in_index(index)
     if not files or not all(file.is_file() for file in files):
         absent = next((file for file in files if file.parent == path and not file.is_file()), path)
         raise ConfigError(f"weights: there is no file {absent} (.safetensors or .pt), nor a folder with *.safetensors")
@@ -327,7 +327,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
                 state |= load_file(file)
             except (SafetensorError, OSError) as error:
                 raise ConfigError(f"weights: {file} is no safetensors file ({error}): fetch it again") from error
-        return _strip_prefixes(state, path)
+        return _strip_name_prefixes(state, path)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):  # train.py keeps its arguments in the file
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=_is_memory_mappable(path))
@@ -343,7 +343,7 @@ def read_state_dict(path: str | Path) -> dict[str, Tensor]:
         # are the last two.
         inner = map(content.get, ("ema_model", "ema", "model_ema1", "model", "weights", "state_dict_ema", "state_dict"))
         content = next((state for state in inner if isinstance(state, dict) and state), content)
-    return _strip_prefixes(content, path)
+    return _strip_name_prefixes(content, path)
 
 
 def _is_memory_mappable(path: Path) -> bool:
@@ -356,7 +356,7 @@ def _is_memory_mappable(path: Path) -> bool:
         return all(member.compress_type == zipfile.ZIP_STORED for member in archive.infolist())
 
 
-def _list_indexed_files(index: Path) -> list[Path]:
+def _list_weights_files_in_index(index: Path) -> list[Path]:
     """Returns the paths of the weights files that the JSON index `index` names, each once and sorted. Raises
     ConfigError if the index is damaged.
     """
@@ -367,7 +367,7 @@ def _list_indexed_files(index: Path) -> list[Path]:
         raise ConfigError(f"weights: {index} is damaged: copy it again from where it comes") from None
 
 
-def _strip_prefixes(state: object, path: Path) -> dict[str, Tensor]:
+def _strip_name_prefixes(state: object, path: Path) -> dict[str, Tensor]:
     """Returns the tensors of a state dict without the prefixes that DataParallel and torch.compile put before names.
     Raises ConfigError if `state` is no state dict.
     """

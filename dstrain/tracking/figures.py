@@ -36,7 +36,7 @@ def make_weights_label(result: dict[str, Any]) -> str:
     return kinds[0].replace(".", "", 1) if kinds else "raw"
 
 
-def format_table(result: dict[str, Any]) -> str:
+def format_evaluation_table(result: dict[str, Any]) -> str:
     """Formats all figures of an evaluation as a table with a title, one figure in each line."""
 
     def format_row(name: str, value: float | None, error: float | None = None, unit: str = "") -> str:

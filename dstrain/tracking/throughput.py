@@ -79,7 +79,7 @@ class Throughput:
         self._profile.stop_recording()
 
     @contextmanager
-    def exclude_time(self) -> Iterator[None]:
+    def exclude_time_of_block(self) -> Iterator[None]:
         """Excludes the time spent in the block from the interval's training time. Waits for the GPU before the
         block.
         """

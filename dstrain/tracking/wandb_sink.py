@@ -82,7 +82,7 @@ class WandbSink:
                 "resume": "allow",
             }
         except Exception as error:
-            note(f"wandb: not used: {_shorten_error(error)}")
+            note(f"wandb: not used: {_format_short_error(error)}")
             return
         self._thread = threading.Thread(target=self._send_queued_entries, args=(mode,), name="wandb", daemon=True)
         self._thread.start()
@@ -163,7 +163,7 @@ class WandbSink:
             run = self._start_run(mode)
             self._entries = max(self._entries, run.step)  # of an online run that earlier versions began
         except BaseException as error:  # wandb also raises its own kinds
-            self._note(f"wandb: could not start: {_shorten_error(error)}")
+            self._note(f"wandb: could not start: {_format_short_error(error)}")
             run = None
         while True:
             try:
@@ -176,7 +176,7 @@ class WandbSink:
                 send(run)
             except BaseException as error:
                 if run is not None and not self.dropped:
-                    self._note(f"wandb: an entry was refused, and training goes on: {_shorten_error(error)}")
+                    self._note(f"wandb: an entry was refused, and training goes on: {_format_short_error(error)}")
                 self.dropped += 1
         try:
             if run is not None:
@@ -184,7 +184,7 @@ class WandbSink:
                 atomic.write_file(self._path, f"{self._id}\n{self._entries}\n")
                 self._wandb.teardown()  # waits until wandb's own process has closed the run's file
         except BaseException as error:
-            self._note(f"wandb: could not finish: {_shorten_error(error)}")
+            self._note(f"wandb: could not finish: {_format_short_error(error)}")
             with suppress(BaseException):
                 self._wandb.teardown()  # or wandb tries it again at the exit, with a traceback
 
@@ -195,7 +195,7 @@ class WandbSink:
                 _require_server_answer(find_wandb_url())
                 return self._init_wandb("online")
             except BaseException as error:
-                self._note(f"wandb: offline, since online failed: {_shorten_error(error)}")
+                self._note(f"wandb: offline, since online failed: {_format_short_error(error)}")
                 self._wandb.teardown()  # or the id would still be in use
         return self._init_wandb("offline")
 
@@ -286,7 +286,7 @@ def _read_or_make_run_id(folder: Path) -> tuple[str, int]:
     return fresh, 0
 
 
-def _shorten_error(error: BaseException) -> str:
+def _format_short_error(error: BaseException) -> str:
     """Returns the type of an error and the first line of its message."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -634,14 +634,14 @@ def test_a_new_folder_reaches_the_disk(tmp_path, events):
     folder of that name gives way, an error leaves nothing.
     """
     (tmp_path / "out").mkdir()
-    with folders.fill_new_folder(tmp_path / "out") as folder:
+    with folders.create_output_folder_atomically(tmp_path / "out") as folder:
         (folder / "inner").mkdir()
         for name in ("a", "inner/b"):
             (folder / name).write_text(name)
     inodes = {path.stat().st_ino for path in (tmp_path / "out", *(tmp_path / "out").rglob("*"))}
     assert events[-2:] == [("rename", "out"), ("sync", tmp_path.stat().st_ino)] and len(inodes) == 4
     assert {inode for kind, inode in events[:-2]} == inodes
-    with pytest.raises(RuntimeError), folders.fill_new_folder(tmp_path / "other") as folder:
+    with pytest.raises(RuntimeError), folders.create_output_folder_atomically(tmp_path / "other") as folder:
         raise RuntimeError
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 

@@ -105,7 +105,7 @@ def test_similarities_are_drawn(tmp_path, monkeypatch):
 
 def test_table():
     """Oracle: the lines by hand: errors beside the figures, the sum of vb, the mean of other curves."""
-    lines = figures.format_table(result()).splitlines()
+    lines = figures.format_evaluation_table(result()).splitlines()
     assert lines[0] == "tiny at step 60, ema0.99: 20 of 500 held-out samples, 5 timesteps"
     assert [line.split() for line in lines[1:]] == [
         ["total", "3.25", "+-", "0.12", "bits/dim"],
@@ -113,7 +113,7 @@ def test_table():
         ["vb,", "sum", "over", "t", "3", "bits/dim"],
         ["mse,", "mean", "over", "t", "0.4"],
     ]
-    lines = figures.format_table(
+    lines = figures.format_evaluation_table(
         result(
             **QUARTERS,
             weights={"denoiser": "master"},

@@ -60,9 +60,9 @@ def test_paused_time_is_left_out(hands):
     """Oracle: 2 s of 99 s were training; a pause counts for its own interval, also one that ends in an error."""
     made = throughput(hands)
     hands.now += 1
-    with made.exclude_time():
+    with made.exclude_time_of_block():
         hands.now += 90
-    with pytest.raises(OSError), made.exclude_time():
+    with pytest.raises(OSError), made.exclude_time_of_block():
         hands.now += 7
         raise OSError
     hands.now += 1
@@ -77,7 +77,7 @@ def test_the_time_left(hands):
     steps = made._steps
     hands.now += 5
     assert made.compute_interval_figures(10)["seconds_left"] == 0.5 * (steps - 10)
-    with made.exclude_time():
+    with made.exclude_time_of_block():
         hands.now += 15
     hands.now += 5
     assert made.compute_interval_figures(20)["seconds_left"] == 2 * (steps - 20)

@@ -53,7 +53,7 @@ class Encoders:
     text: TextEncoder
 
 
-def embed_pairs(options: EncodeOptions) -> dict[str, Any]:
+def embed_image_caption_pairs(options: EncodeOptions) -> dict[str, Any]:
     """Embeds captioned images and their captions into options.out, on all ranks together. Returns the final content of
     pairs.json.
 

@@ -298,7 +298,7 @@ def format_report(result: dict[str, Any]) -> str:
     """Returns a result as a text of several lines: the figures, the reference, and the number of images that the
     metrics kid, pr and dc compare.
     """
-    lines = [figures.format_table(result)]
+    lines = [figures.format_evaluation_table(result)]
     if result["reference"]:
         lines.append(f"  against {result['reference']}")
     if kept := {count for counts in result["kept"].values() for count in counts}:

@@ -178,11 +178,11 @@ def _parse_words(parser: Parser, words: list[str], accept_overrides: bool) -> di
     raise ConfigError(*(_explain_unknown_word(word, parser, accept_overrides) for word in dashed))
 
 
-def _explain_unknown_word(word: str, parser: argparse.ArgumentParser, overrides: bool) -> str:
+def _explain_unknown_word(word: str, parser: argparse.ArgumentParser, accept_overrides: bool) -> str:
     """Returns the error message for an unknown option; it suggests the most similar known option, if there is one."""
     known = parser._option_string_actions
     name, equals, value = word.lstrip("-").partition("=")
-    if overrides and equals and f"--{name}" not in known:
+    if accept_overrides and equals and f"--{name}" not in known:
         return f"{word}: overrides are written without dashes: {name}={value}"
     typed = word.partition("=")[0]
     # Each option is known by both spellings; the one with dashes is the documented one.

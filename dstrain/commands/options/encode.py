@@ -153,7 +153,7 @@ class EncodeOptions(Weights):
     text_encodings: bool = make_option_field(False, "a vector for each text token, too", heading=_PAIRS)
 
     @property
-    def makes_pairs(self) -> bool:
+    def makes_embedding_pairs(self) -> bool:
         """Returns whether the options ask for embedding pairs, and not for latents or tokens: by an image encoder, by
         --text-encodings, or by options of texts without a run or a first stage.
         """
@@ -164,7 +164,7 @@ class EncodeOptions(Weights):
         """Raises ConfigError if options do not go together, if --out is missing, or if not exactly one first stage is
         named (embedding pairs need none).
         """
-        if self.makes_pairs:
+        if self.makes_embedding_pairs:
             self._check_pair_options()
             return
         if (self.run is None) == (self.first_stage is None):

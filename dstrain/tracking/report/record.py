@@ -13,7 +13,7 @@ import numpy as np
 from dstrain.disk import small
 from dstrain.recipe import ConfigError, Run, dump_run, load_recipe
 from dstrain.recipe.files import convert_to_plain_values
-from dstrain.tracking.figures import format_table
+from dstrain.tracking.figures import format_evaluation_table
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.state import State, read_run_state
 
@@ -174,7 +174,7 @@ def _read_evaluations(folder: Path, remarks: list[str]) -> list[tuple[str, str, 
     found = []
     for path in files[:_MOST]:
         try:
-            found.append((path.stem, format_table(small.read_json(path)), path.with_suffix(".png")))
+            found.append((path.stem, format_evaluation_table(small.read_json(path)), path.with_suffix(".png")))
         except Exception as error:  # a file of others may be anything
             remarks.append(f"evaluation/{path.name} is no evaluation that can be read: {error}")
     return found

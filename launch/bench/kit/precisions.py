@@ -20,7 +20,7 @@ from dstrain.engine.initial import build_networks
 from dstrain.engine.start import start_process_group
 from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
-from dstrain.runs.trained import build_loaded_networks
+from dstrain.runs.trained import build_networks_from_states
 from dstrain.sampling.draw import draw_all_samples
 from dstrain.sampling.requests import make_sampling_request
 from dstrain.systems.base import System
@@ -67,9 +67,9 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
         with torch.no_grad():
             return nets["denoiser"](example["x_start"], times.long(), batch["label"])
 
-    exact = output(build_loaded_networks(system, states.items(), torch.float64, device))
+    exact = output(build_networks_from_states(system, states.items(), torch.float64, device))
     for precision in _possible(record):
-        nets = build_loaded_networks(system, states.items(), choose_weight_dtype(precision), device)
+        nets = build_networks_from_states(system, states.items(), choose_weight_dtype(precision), device)
         with use_precision(precision):
             record.row(
                 f"{precision}: one prediction, from float64",
@@ -184,7 +184,7 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Of each part's loss by its own weights, flat, on the CPU."""
     system = systems.build(run.system, run.model)
-    nets = build_loaded_networks(system, states.items(), dtype, device)
+    nets = build_networks_from_states(system, states.items(), dtype, device)
     example = system.encode({name: values.to(device) for name, values in batch.items()})
     if dtype == torch.float64:  # torch 2.11 differentiates no mean of squares of two types
         for network in system.frozen():

@@ -78,13 +78,15 @@ def files(out: Path) -> dict[str, str]:
 
 
 def _embed(rank: int, wanted: EncodeOptions) -> int:
-    return embeddings.embed_pairs(wanted)["pairs"]
+    return embeddings.embed_image_caption_pairs(wanted)["pairs"]
 
 
 def test_pairs_of_a_folder(tmp_path, tower):
     """Oracle: the encoders themselves, one pair at a time; the layout is read back by data/cached/embeddings.py."""
     data = pairs(tmp_path / "data")
-    plan = embeddings.embed_pairs(options(tmp_path / "out", data, tower, dtype="float32", text_encodings=True))
+    plan = embeddings.embed_image_caption_pairs(
+        options(tmp_path / "out", data, tower, dtype="float32", text_encodings=True)
+    )
     assert (plan["pairs"], plan["complete"], plan["without_caption"]) == (COUNT, True, 1)
     source, made = open_captioned_source(data, 16), open_pairs(tmp_path / "out", (1.0, 0.0, 0.0), "train")
     image, text = ImageEncoder(tower), TextEncoder(tower)
@@ -112,7 +114,7 @@ def test_tar_shards(tmp_path, tower):
         key = source.name_sample(i).split("/", 1)[1]
         expected = by_name[f"{key}.png"]
         assert all(torch.equal(source[i][name], expected[name]) for name in ("image", "caption"))
-    plan = embeddings.embed_pairs(options(tmp_path / "out", tmp_path / "tars", tower))
+    plan = embeddings.embed_image_caption_pairs(options(tmp_path / "out", tmp_path / "tars", tower))
     assert plan["pairs"] == COUNT and not Path("/tmp/escape.txt").exists()
     with open(tmp_path / "tars" / "00001.tar", "r+b") as file:
         file.truncate(2000)
@@ -124,7 +126,7 @@ def test_the_same_bytes_on_any_number_of_ranks(tmp_path, tower):
     """Oracle: the bytes that one process writes, by two and three ranks and after a loss of files."""
     data = pairs(tmp_path / "data")
     one = tmp_path / "one"
-    embeddings.embed_pairs(options(one, data, tower))
+    embeddings.embed_image_caption_pairs(options(one, data, tower))
     expected = files(one)
     for world in (2, 3):
         out = tmp_path / f"ranks{world}"
@@ -135,7 +137,7 @@ def test_the_same_bytes_on_any_number_of_ranks(tmp_path, tower):
     (again / "done" / "shard_00002.json").unlink()
     (again / "text_emb" / "text_emb_00001.npy").write_bytes(b"flipped")
     (again / "img_emb" / "img_emb_00001.npy.tmp").write_bytes(b"half a file")
-    embeddings.embed_pairs(options(again, data, tower))
+    embeddings.embed_image_caption_pairs(options(again, data, tower))
     assert files(again) == expected
     assert before == {path: path.stat().st_mtime_ns for path in again.rglob("*_00000.*")}
 
@@ -143,7 +145,7 @@ def test_the_same_bytes_on_any_number_of_ranks(tmp_path, tower):
 def test_unfinished_and_other_embeddings_are_refused(tmp_path, tower):
     """Oracle: a ValueError that says what to do; nothing is overwritten."""
     data, out = pairs(tmp_path / "data"), tmp_path / "out"
-    embeddings.embed_pairs(options(out, data, tower))
+    embeddings.embed_image_caption_pairs(options(out, data, tower))
     plan = json.loads((out / "pairs.json").read_text())
     (out / "pairs.json").write_text(json.dumps(plan | {"complete": False}))
     with pytest.raises(ValueError, match="not embedded to the end"):
@@ -155,32 +157,32 @@ def test_unfinished_and_other_embeddings_are_refused(tmp_path, tower):
         ({"text_encodings": True}, "text_encodings"),
     ):
         with pytest.raises(ConfigError, match=words):
-            embeddings.embed_pairs(options(out, data, tower, **changes))
+            embeddings.embed_image_caption_pairs(options(out, data, tower, **changes))
     with pytest.raises(ConfigError, match="image_encoder .* there"):
-        embeddings.embed_pairs(options(out, data, str(other)))
+        embeddings.embed_image_caption_pairs(options(out, data, str(other)))
     with pytest.raises(ConfigError, match="and no pairs.json"):
-        embeddings.embed_pairs(options(data, data, tower))
+        embeddings.embed_image_caption_pairs(options(data, data, tower))
     with pytest.raises(ValueError, match="no image with a caption"):
-        embeddings.embed_pairs(options(tmp_path / "new", other, tower))
+        embeddings.embed_image_caption_pairs(options(tmp_path / "new", other, tower))
 
 
 def test_other_pairs_of_the_same_names(tmp_path, tower):
     """Oracle: the bytes of the first time, kept for a copied folder and what an earlier version wrote down alone."""
     data, out = pairs(tmp_path / "data"), tmp_path / "out"
-    embeddings.embed_pairs(options(out, data, tower))
+    embeddings.embed_image_caption_pairs(options(out, data, tower))
     shutil.copytree(data, tmp_path / "copy", copy_function=shutil.copyfile)
     plan = json.loads((out / "pairs.json").read_text())
     earlier = plan | {"data": plan["data"].split(" bytes=")[0]}
     assert earlier != plan
     (out / "pairs.json").write_text(json.dumps(earlier))
-    embeddings.embed_pairs(options(out, tmp_path / "copy", tower))
+    embeddings.embed_image_caption_pairs(options(out, tmp_path / "copy", tower))
     assert json.loads((out / "pairs.json").read_text()) == plan
     before = files(out)
     (data / "part0" / "002.txt").write_text("another text")
     picture(3, 40, 40).save(tmp_path / "copy" / "part1" / "003.png")
     for changed in (data, tmp_path / "copy"):
         with pytest.raises(ConfigError, match="holds other embeddings: data captioned n=11 .* there, captioned n=11 "):
-            embeddings.embed_pairs(options(out, changed, tower))
+            embeddings.embed_image_caption_pairs(options(out, changed, tower))
     assert files(out) == before
     said = []
     for text in ("the cat", "the dog"):  # tar members of the same sizes and places
@@ -197,12 +199,12 @@ def test_unreadable_pairs(tmp_path, tower):
     break_file(data / "part0" / "004.png", "truncated")
     (data / "part1" / "003.txt").write_text("  ")
     with pytest.raises(ConfigError, match="2 of 11 pairs cannot be read"):
-        embeddings.embed_pairs(options(tmp_path / "strict", data, tower))
+        embeddings.embed_image_caption_pairs(options(tmp_path / "strict", data, tower))
     out = tmp_path / "out"
-    assert embeddings.embed_pairs(options(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2
+    assert embeddings.embed_image_caption_pairs(options(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2
     before = files(out)
     assert (
-        embeddings.embed_pairs(options(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2
+        embeddings.embed_image_caption_pairs(options(out, data, tower, max_bad_fraction=0.2))["unreadable"] == 2
     )  # nothing is made anew
     assert files(out) == before
     named = {name for note in (out / "done").iterdir() for name, _ in json.loads(note.read_text())["unreadable"]}
@@ -212,14 +214,14 @@ def test_unreadable_pairs(tmp_path, tower):
     bad = names.index("part0/004.png")
     assert torch.equal(made.read_row(bad)["image_embed"], made.read_row(bad + 1)["image_embed"])
     with pytest.raises(ConfigError, match="2 of 11 pairs cannot be read"):  # also of shards that are there
-        embeddings.embed_pairs(options(out, data, tower))
+        embeddings.embed_image_caption_pairs(options(out, data, tower))
 
 
 @pytest.mark.slow
 def test_the_command(tmp_path, tower):
     """Oracle: the bytes of a call in this process, by the real launcher on 2 ranks; wrong words end with a message."""
     data = pairs(tmp_path / "data")
-    embeddings.embed_pairs(options(tmp_path / "one", data, tower))
+    embeddings.embed_image_caption_pairs(options(tmp_path / "one", data, tower))
     words = ("--image-encoder", tower, "--text-encoder", tower, "--data", data, "--batch", "3", "--shard-size", "4")
     said = launch("launch/encode.py", *words, "--out", tmp_path / "two").stdout
     assert "11 pairs in" in said and files(tmp_path / "two") == files(tmp_path / "one")

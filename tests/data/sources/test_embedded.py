@@ -51,7 +51,7 @@ def made(tmp_path_factory):
     picture(99).save(root / "data" / "a" / "alone.png")
     towers.clip(root / "clip")
     tower = str(root / "clip")
-    caches.embed_pairs(
+    caches.embed_image_caption_pairs(
         EncodeOptions(
             root / "pairs",
             data=str(root / "data"),
