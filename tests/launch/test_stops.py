@@ -163,8 +163,8 @@ def test_a_long_start_of_rank_0(tmp_path, place, code):
 @pytest.mark.parametrize(
     "verb, words, place, num",
     [
-        ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_own:1:0", 1),
-        ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_own:1:0", 2),
+        ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_samples_of_rank:1:0", 1),
+        ("generate", ("--num", "4000"), "dstrain.sampling.draw:draw_samples_of_rank:1:0", 2),
         ("evaluate", (), "dstrain.runs.trained:load_networks:1:0", 1),
         ("evaluate", ("--metrics", "fd"), "dstrain.metrics.table:collect_statistics:1:0", 1),
     ],
