@@ -184,22 +184,21 @@ def _prepare_folder_or_explain(
     return None
 
 
-def _describe_folder_conflict(out: Path, encoding: dict[str, Any], names: dict[str, str]) -> str | None:
+def _describe_folder_conflict(out: Path, encoding: dict[str, Any], readable_names: dict[str, str]) -> str | None:
     """Returns a message if `out` holds shards of another encoding, or files that `dstrain encode` has not written; else
-    None. `names` has readable names for some keys of the encoding, such as the data's path; the message shows them with
+    None. `readable_names` has names for some keys of the encoding, such as the data's path; the message shows them with
     the values.
     """
     if (earlier := shards.read_earlier_encoding(out)) is not None:
 
-        def describe_value(key: str, value: Any, names: dict[str, str]) -> Any:
-            """Returns a value of the encoding for the message, as "NAME (VALUE)" if `names` has a readable name for its
-            key.
-            """
-            return f"{names[key]} ({value})" if key in names else value
+        def describe_value(key: str, value: Any, readable_names: dict[str, str]) -> Any:
+            """Returns a value of the encoding for the message, as "NAME (VALUE)" if its key has a readable name."""
+            return f"{readable_names[key]} ({value})" if key in readable_names else value
 
         old, old_names = earlier["encoding"], earlier.get("of", {})
         changes = [
-            f"{key} {describe_value(key, old.get(key), old_names)} there, {describe_value(key, value, names)} here"
+            f"{key} {describe_value(key, old.get(key), old_names)} there, "
+            f"{describe_value(key, value, readable_names)} here"
             for key in {**old, **encoding}
             if old.get(key) != (value := encoding.get(key))
         ]

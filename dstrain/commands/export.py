@@ -232,12 +232,12 @@ def _export_adapters(
 
 
 def _save_adapters_for_pipeline(
-    adapters: dict[str, torch.Tensor], lora: Lora, described: dict[str, Any], path: Path
+    adapters: dict[str, torch.Tensor], lora: Lora, adapter_config: dict[str, Any], path: Path
 ) -> None:
     """Writes adapters into the file `path` as diffusers' save_lora_weights does. Multiplies their scale into lora_B and
     stores the rank as alpha, since earlier versions of diffusers do not read alpha from the file.
     """
-    fields = described | {"lora_alpha": lora.rank}
+    fields = adapter_config | {"lora_alpha": lora.rank}
     fields = {f"transformer.{field}": value for field, value in fields.items() if value is not None}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(fields, indent=2, sort_keys=True)}
     scaled = {

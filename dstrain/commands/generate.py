@@ -420,14 +420,14 @@ def _draw_samples_in_rounds(
         yield numbers, samples
 
 
-def _choose_labels_of_later_run(request: Request, later: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
+def _choose_labels_of_later_run(request: Request, later_run: ReadyRun, options: GenerateOptions) -> dict[str, Tensor]:
     """Returns the labels of a later run of --then as conditions, {} if that run takes none. Takes the labels that the
     first run draws. If the first run has no labels, takes --labels, or without that the labels in the later run's
     recipe.
     """
-    if "label" not in later.system.make_conditions(1):
+    if "label" not in later_run.system.make_conditions(1):
         return {}
     drawn = request.conditions.get("label")
-    labels = options.labels or later.run.samples.labels if drawn is None else tuple(drawn.tolist())
-    with reword_errors(f"--then {later.folder}: "):
-        return choose_conditions(later.system, options.num, labels)
+    labels = options.labels or later_run.run.samples.labels if drawn is None else tuple(drawn.tolist())
+    with reword_errors(f"--then {later_run.folder}: "):
+        return choose_conditions(later_run.system, options.num, labels)

@@ -68,17 +68,17 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
     return [note for _, notes in loaded.values() for note in notes]
 
 
-def _write_checkpoint(folder: Path, system: System, values: Mapping[str, Mapping[str, Tensor]]) -> None:
-    """Writes `values`, the weights and buffers of every part, into `folder` as the files of a checkpoint of one rank.
+def _write_checkpoint(folder: Path, system: System, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
+    """Writes `weights`, the weights and buffers of every part, into `folder` as the files of a checkpoint of one rank.
     Raises ConfigError if some values are not finite.
     """
     networks = system.build_networks_on_meta()
     buffers: dict[str, Tensor] = {}
     for part, network in networks.items():
-        for name, value in values[part].items():
+        for name, value in weights[part].items():
             if value.is_floating_point() and not torch.isfinite(value).all():
                 raise ConfigError(f"{name} of the {part} holds values that are not finite: fetch the file again")
-        trained = {name: values[part][name] for name, _ in network.named_parameters()}
+        trained = {name: weights[part][name] for name, _ in network.named_parameters()}
         write_shard(
             folder / make_shard_file_name(part, 0, 1),
             (
@@ -89,7 +89,7 @@ def _write_checkpoint(folder: Path, system: System, values: Mapping[str, Mapping
         )
         state = network.state_dict()
         buffers |= {
-            f"buffer/{part}/{name}": values[part][name].to(state[name].dtype).contiguous().clone()
+            f"buffer/{part}/{name}": weights[part][name].to(state[name].dtype).contiguous().clone()
             for name in state
             if name not in trained
         }

@@ -74,18 +74,20 @@ def prepare_job(options: JobOptions, world: int | None = None, device_type: str 
     return Job(run, resolved, settings.list_settings_remarks(resolved, device_type) + remarks, notes)
 
 
-def load_and_check_recipe(path: Path, overrides: Sequence[str], note: Callable[[str], None] | None = None) -> Run:
+def load_and_check_recipe(
+    path: Path, overrides: Sequence[str], report_missing: Callable[[str], None] | None = None
+) -> Run:
     """Returns the Run of a recipe file with overrides, completed and checked. Does not check the data, which need not
     be on this machine. Raises ConfigError with every problem.
 
-    note: called with a line that names the frozen networks whose files are missing, which the Run then leaves out;
-        None: missing files are an error
+    report_missing: called with a line that names the frozen networks whose files are missing, which the Run then leaves
+        out; None: missing files are an error
     """
     run = _read_recipe(path, overrides)
-    if note is not None:
+    if report_missing is not None:
         run, left_out = systems.find_config_class(run.system).drop_missing_networks(run)
         if left_out:
-            note(left_out)
+            report_missing(left_out)
     run, problems = complete_and_check_recipe(run, overrides)
     if problems:
         raise ConfigError(*problems)

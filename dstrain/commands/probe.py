@@ -344,18 +344,18 @@ def _limit_network_calls(networks: Nets) -> Iterator[None]:
 
 
 @contextmanager
-def _explain_cast_errors(place: str, half: torch.dtype | None) -> Iterator[None]:
+def _explain_cast_errors(place: str, half_dtype: torch.dtype | None) -> Iterator[None]:
     """Turns a RuntimeError of the block into a ConfigError with a remedy, if inputs in float32 have met weights of the
-    dtype `half`. Other errors pass through. Changes nothing if `half` is None.
+    dtype `half_dtype`. Other errors pass through. Changes nothing if `half_dtype` is None.
     """
     try:
         yield
     except RuntimeError as error:
         line = str(error).partition("\n")[0]
-        if half is None or not _OTHER_DTYPE.search(line):
+        if half_dtype is None or not _OTHER_DTYPE.search(line):
             raise
         raise ConfigError(
-            f"{place}, with weights in {half}: {line}: inputs come in float32; cast what enters a network to the "
+            f"{place}, with weights in {half_dtype}: {line}: inputs come in float32; cast what enters a network to the "
             "precision of its weights, x.to(self.enter.weight.dtype)"
         ) from error
 
@@ -419,14 +419,14 @@ def _select_id_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @contextmanager
 def _explain_id_errors(
-    place: str, ids: dict[str, Tensor], device: torch.device, tables: tuple[int, ...] = ()
+    place: str, ids: dict[str, Tensor], device: torch.device, table_sizes: tuple[int, ...] = ()
 ) -> Iterator[None]:
     """Turns an error of the block about an id that is out of range into a ConfigError, which lists the least and the
     greatest id of each tensor in `ids`. On the meta device turns an error about missing values into _NotChecked. Other
     errors pass through.
 
-    tables: the sizes of the embedding tables; if all `ids` fit into them, the error is a bug of the code and passes
-        through
+    table_sizes: the sizes of the embedding tables; if all `ids` fit into them, the error is a bug of the code and
+        passes through
     """
     try:
         yield
@@ -437,7 +437,7 @@ def _explain_id_errors(
         outside = _OUT_OF_RANGE.search(line)
         if not outside or (outside[1] and not any((values == int(outside[1])).any() for values in ids.values())):
             raise  # a bug, which no other data or table would mend
-        if not outside[1] and tables and all(values.max() < min(tables) for values in ids.values()):
+        if not outside[1] and table_sizes and all(values.max() < min(table_sizes) for values in ids.values()):
             raise  # likewise: every table holds the ids of the data
         ranges = ", ".join(f"{name} {values.min()} to {values.max()}" for name, values in ids.items())
         raise ConfigError(

@@ -164,20 +164,23 @@ def _remove_outdated_averages(stores: Iterable[Store], step: int) -> None:
 
 
 def _write_averages(
-    last: Snapshot, parts: Sequence[SnapshotCombiner], stores: dict[float, Store], extras: dict[float, Any]
+    last_snapshot: Snapshot,
+    parts: Sequence[SnapshotCombiner],
+    stores: dict[float, Store],
+    manifest_extras: dict[float, Any],
 ) -> None:
-    """Writes an average into each store at the step of the snapshot `last`; each rank writes its share. Raises
+    """Writes an average into each store at the step of the snapshot `last_snapshot`; each rank writes its share. Raises
     ConfigError if an average cannot be written.
 
     parts: the combined snapshots of each part
     stores: {width of an average: its store}
-    extras: {width of an average: further entries of its manifest}
+    manifest_extras: {width of an average: further entries of its manifest}
     """
-    need = (last.path / COMMON).stat().st_size + sum(part.bytes_per_average for part in parts) + (1 << 20)
+    need = (last_snapshot.path / COMMON).stat().st_size + sum(part.bytes_per_average for part in parts) + (1 << 20)
     folders = {}
-    get_phases().enter_phase(f"writing averages of step {last.step}")
+    get_phases().enter_phase(f"writing averages of step {last_snapshot.step}")
     for width, store in stores.items():
-        folder = store.begin_save(last.step, need * len(stores) if group.rank() == 0 else 0)
+        folder = store.begin_save(last_snapshot.step, need * len(stores) if group.rank() == 0 else 0)
         if folder is None:
             raise ConfigError(f"--ema {width}: {store.error}")
         folders[width] = folder
@@ -190,11 +193,11 @@ def _write_averages(
             for width, entry in zip(folders, entries):
                 hashed[width][name] = entry
         for folder in folders.values() if group.rank() == 0 else ():
-            shutil.copyfile(last.path / COMMON, folder / COMMON)
+            shutil.copyfile(last_snapshot.path / COMMON, folder / COMMON)
     except (OSError, ConfigError) as error:  # the other ranks wait in commit
         failed = str(error)
     for width, store in stores.items():
-        if not store.commit_save(last.step, extras[width], failed, hashed[width]):
+        if not store.commit_save(last_snapshot.step, manifest_extras[width], failed, hashed[width]):
             raise ConfigError(f"--ema {width}: {store.error}")
 
 

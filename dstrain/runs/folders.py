@@ -484,16 +484,16 @@ def _make_folder_for_earlier_run(folder: Path) -> Path:
 
 
 def describe_run_end(
-    run: Run, folder: Path, first: int, done: int, saved: int, reason: str | None, work_left: bool = False
+    run: Run, folder: Path, first_step: int, done: int, saved_step: int, reason: str | None, work_left: bool = False
 ) -> str:
     """Returns the last line that training prints: how the run ended, and what to do next. This command began at step
-    `first` and ended at step `done`; `saved` is the last saved step. `reason`: why the run stopped early; None: another
-    rank was stopped. `work_left`: it stopped before the samples and metrics after its last step were made.
+    `first_step` and ended at step `done`; `saved_step` is the last saved one. `reason`: why it stopped early; None:
+    another rank was stopped. `work_left`: it stopped before the samples and metrics after its last step were made.
     """
-    if first == run.steps and not work_left:
+    if first_step == run.steps and not work_left:
         return f"{folder} is complete: {run.steps} steps. Raise steps= to train on, or name another folder."
     if done == run.steps and not work_left:
         drawn = f", samples in {folder / 'samples'}" if (folder / "samples").is_dir() else ""
         return f"complete: {done} steps, saved in {folder / 'checkpoints'}{drawn}"
     reason = reason or "another rank was stopped"
-    return f"stopped at step {done} ({reason}), step {saved} is saved; the same command goes on"
+    return f"stopped at step {done} ({reason}), step {saved_step} is saved; the same command goes on"

@@ -92,38 +92,40 @@ def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None
     return adapted
 
 
-def _read_checkpoint_weights(path: Path, system: System, first: str, others: list[str]) -> tuple[Adapted, list[str]]:
+def _read_checkpoint_weights(
+    path: Path, system: System, first_part: str, others: list[str]
+) -> tuple[Adapted, list[str]]:
     """Reads and adapts the parts of one of dstrain's checkpoints: the first average of each part, or its training
     weights if it has no average. Returns these, and a note on each part that is left out because only DeepSpeed's own
     files hold it. Raises ConfigError if the first part is absent.
     """
     parts = {file.name.rpartition("-of-")[0].rpartition("-")[0] for file in path.glob("*-of-*.safetensors")}
-    if first not in parts:
+    if first_part not in parts:
         recipe = path.parent.parent / "run.yaml"
         text = recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else ""
         name = re.search(r"^system: *(\w+)", text, re.MULTILINE)
         raise ConfigError(
             f"init_from={path} is of a run of {f'system {name[1]}' if name else 'another system'}, which "
-            f"trains {', '.join(sorted(parts))} and no {first}; name a run of this recipe's system"
+            f"trains {', '.join(sorted(parts))} and no {first_part}; name a run of this recipe's system"
         )
     adapted, notes = {}, []
-    for part in (part for part in (first, *others) if part in parts):
+    for part in (part for part in (first_part, *others) if part in parts):
         kind = choose_raw_or_ema_weights(path, part)
-        if part != first and kind == "master" and (path / "deepspeed").is_dir():
+        if part != first_part and kind == "master" and (path / "deepspeed").is_dir():
             notes.append(f"{part} lies in DeepSpeed's own files in {path} and begins anew")
         else:
             adapted[part] = _adapt_part_weights(system, part, read_weights(path, part, kind, load_values=False), path)
     return adapted, notes
 
 
-def _find_consolidated_parts(path: Path, first: str, others: list[str]) -> dict[str, Path]:
+def _find_consolidated_parts(path: Path, first_part: str, others: list[str]) -> dict[str, Path]:
     """Returns, by part, the file or folder of weights in a folder that `dstrain consolidate` or `dstrain export` has
     written; {} if the first part is not there. Other parts that are absent are left out.
     """
-    if (path / first / "model.safetensors").exists() or (path / first / _INDEX).exists():
-        return {part: path / part for part in (first, *others) if part == first or (path / part).is_dir()}
-    files = {part: path / f"{part}.safetensors" for part in (first, *others)}
-    return {part: file for part, file in files.items() if file.exists()} if files[first].exists() else {}
+    if (path / first_part / "model.safetensors").exists() or (path / first_part / _INDEX).exists():
+        return {part: path / part for part in (first_part, *others) if part == first_part or (path / part).is_dir()}
+    files = {part: path / f"{part}.safetensors" for part in (first_part, *others)}
+    return {part: file for part, file in files.items() if file.exists()} if files[first_part].exists() else {}
 
 
 def require_unaltered_files(paths: Iterable[Path], on_all_ranks: bool = False) -> None:

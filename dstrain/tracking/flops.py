@@ -42,15 +42,15 @@ class Utilization:
         counts = group.device().type == "cuda" and group.rank() == 0
         self._rate = find_or_measure_chip_flops(group.device(), _DTYPES[precision]) if counts else None
 
-    def compute_tflops_and_mfu(self, first: int, done: int, seconds: float) -> dict[str, float]:
-        """Returns {"tflops", "mfu"} of steps `first` + 1 to `done`, which took `seconds`: the useful operations of one
-        rank in 10^12 a second, and as a share of the chip's peak. Returns {} on ranks other than 0, and without a GPU.
-        If the operations cannot be counted, warns once and returns {} from then on.
+    def compute_tflops_and_mfu(self, first_step: int, done: int, seconds: float) -> dict[str, float]:
+        """Returns {"tflops", "mfu"} of steps `first_step` + 1 to `done`, which took `seconds`: the useful operations of
+        one rank in 10^12 a second, and as a share of the chip's peak. Returns {} on ranks other than 0, and without a
+        GPU. If the operations cannot be counted, warns once and returns {} from then on.
         """
         if self._rate is None:
             return {}
         try:
-            work = sum(self._count_step_flops(step) for step in range(first, done)) / group.world()
+            work = sum(self._count_step_flops(step) for step in range(first_step, done)) / group.world()
         except (RuntimeError, TypeError, ValueError) as error:  # as commands/probe.py meets them on the meta device
             warnings.warn(
                 f"mfu is not reported, since the operations of a step cannot be counted: {error}", stacklevel=2

@@ -38,12 +38,12 @@ def make_grid(images: Tensor, columns: int | None = None, captions: Sequence[str
     return tile_pictures(pictures, columns)
 
 
-def enlarge_pictures(images: Tensor, side: int = _SIDE) -> np.ndarray:
-    """Enlarges images by the whole factor that brings their shorter side nearest to `side` pixels, and lays RGBA on
-    white: uint8 (N, C, H, W) -> (N, H', W', 1 or 3). The factor is at least 1.
+def enlarge_pictures(images: Tensor, target_side: int = _SIDE) -> np.ndarray:
+    """Enlarges images by the whole factor that brings their shorter side nearest to `target_side` pixels, and lays RGBA
+    on white: uint8 (N, C, H, W) -> (N, H', W', 1 or 3). The factor is at least 1.
     """
     pictures = composite_on_white(images).detach().cpu().permute(0, 2, 3, 1).numpy()
-    factor = max(1, round(side / min(pictures.shape[1:3])))
+    factor = max(1, round(target_side / min(pictures.shape[1:3])))
     return pictures.repeat(factor, 1).repeat(factor, 2)
 
 

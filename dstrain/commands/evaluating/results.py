@@ -31,17 +31,20 @@ def describe_command_and_machine(options: EvaluateOptions, start_time: float) ->
 
 
 def print_and_write_result(
-    path: Path | None, result: dict[str, Any], text: str, plot: Callable[[Path, dict[str, Any]], None] | None = None
+    path: Path | None,
+    result: dict[str, Any],
+    text: str,
+    write_plot: Callable[[Path, dict[str, Any]], None] | None = None,
 ) -> None:
-    """Prints `text` on rank 0. Then writes `result` as JSON to `path`, and the plot that `plot` draws beside it; writes
-    no file if `path` is None. Call it on all ranks. Raises ConfigError if the files cannot be written.
+    """Prints `text` on rank 0. Then writes `result` as JSON to `path`, and the plot that `write_plot` draws beside it;
+    writes no file if `path` is None. Call it on all ranks. Raises ConfigError if the files cannot be written.
     """
     if group.rank() == 0:
         print(text, flush=True)
     if group.rank() == 0 and path is not None:
         with explain_write_errors(f"--out {path.parent}", "make room, or name another folder; the figures are printed"):
             atomic.write_file(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
-            if plot is not None:
-                plot(path.with_suffix(".png"), result)
-        print(path if plot is None else f"{path} and {path.with_suffix('.png').name}")
+            if write_plot is not None:
+                write_plot(path.with_suffix(".png"), result)
+        print(path if write_plot is None else f"{path} and {path.with_suffix('.png').name}")
     group.barrier()

@@ -66,17 +66,17 @@ def read_record(folder: Path, label: str | None = None) -> Record:
         )
     remarks: list[str] = []
 
-    def read_or_remark(name: str, reader: Callable[[Path], _Read], otherwise: _Read) -> _Read:
-        """Returns `reader(path)` for the run's file `name`. If the file is missing, returns `otherwise`. If it cannot
-        be read, returns `otherwise`, too, and adds a remark.
+    def read_or_remark(name: str, reader: Callable[[Path], _Read], default: _Read) -> _Read:
+        """Returns `reader(path)` for the run's file `name`. If the file is missing, returns `default`. If it cannot
+        be read, returns `default`, too, and adds a remark.
         """
         try:
             return reader(folder / name)
         except FileNotFoundError:
-            return otherwise
+            return default
         except (OSError, ValueError) as error:  # ConfigError is a ValueError
             remarks.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
-            return otherwise
+            return default
 
     run = read_or_remark("run.yaml", load_recipe, None)
     columns = read_or_remark(
