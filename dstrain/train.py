@@ -112,7 +112,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
         try:
             with training.pieces.allow_stops():
                 losses = take_step(
-                    done, run, training.system, engines, training.batches, tracker, course.batch_shift, ballot.cast_vote
+                    done, run, training.system, engines, training.batches, tracker, course.num_dropped, ballot.cast_vote
                 )
         except Stopped:  # before the step has changed anything
             training.saver.wait_for_save()
@@ -134,7 +134,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
             continue
         last = stop or done == run.steps
         if is_due(every.report, done) or last:
-            counts = {"skipped": course.state.skipped, "rollbacks": course.rollback_count}
+            counts = {"skipped": course.state.skipped, "rollbacks": course.num_rollbacks}
             counts |= training.batches.count_samples_by_source(done)
             tracker.report_means(done, throughput.compute_interval_figures(done) | counts | engines.collect_metrics())
         if last or any(
@@ -167,13 +167,13 @@ def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
     if saved:
         training.saves.save(done, last, routine=is_due(every.save, done) and good)  # written while training goes on
     training.saves.averages.write_snapshot_if_due(done, done == run.steps, last)
-    left = not stop and not draw_and_measure_step(training, done, saved)
+    left = not stop and not draw_samples_and_measure_metrics(training, done, saved)
     if left and not saved:
         training.saves.save(done, True, routine=False)
     return left
 
 
-def draw_and_measure_step(
+def draw_samples_and_measure_metrics(
     training: Training, done: int, saved: bool, already_done: tuple[bool, ...] = (False, False, False)
 ) -> bool:
     """Draws samples and measures metrics that are due after step `done`. Returns False if a stop has interrupted that.
@@ -217,7 +217,7 @@ def finish_resumed_step(training: Training, done: int) -> bool:
     """
     held = training.tracker.find_written_results(done)
     training.saves.averages.write_snapshot_if_due(done, done == training.run.steps, wait=True)
-    return done > 0 and not draw_and_measure_step(training, done, True, held)
+    return done > 0 and not draw_samples_and_measure_metrics(training, done, True, held)
 
 
 def roll_back(training: Training, done: int, trouble: str) -> int:
@@ -227,7 +227,7 @@ def roll_back(training: Training, done: int, trouble: str) -> int:
     training.watchdog.enter_phase(done, "way back from step")
     hosts.require_folder_not_lost(training.run.directory)
     step = training.saves.roll_back(done, trouble)
-    training.batches.set_step_count(training.run.steps + training.course.batch_shift)
+    training.batches.set_step_count(training.run.steps + training.course.num_dropped)
     training.tracker.report_rollback(step, done, trouble)
     training.tracker.log(f"{trouble}: back from step {done} to step {step}, and past the {done - step} batches since")
     training.throughput.start_interval(step)
@@ -246,7 +246,7 @@ def take_step(
 ) -> dict[str, list[Tensor]]:
     """Takes one optimizer step of every part whose turn it is. Returns the losses of this rank's micro-batches by part.
 
-    The batch, and the noise and dropout of its samples, are those of `step + shift` (see Divergence.batch_shift); all
+    The batch, and the noise and dropout of its samples, are those of `step + shift` (see Divergence.num_dropped); all
     else depends on `step`. `cast_vote`, in which the ranks agree on what comes next, is called on the last micro-batch.
     """
     engines.begin_step(run.optimizer.compute_lr(step, run.steps))
@@ -336,7 +336,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         folder=folder,
         max_bad_fraction=run.data.max_bad_fraction,
         flip=run.data.flip,
-        steps=run.steps + course.batch_shift,
+        steps=run.steps + course.num_dropped,
     )
     quality = build_and_prepare_training_metrics(run, system, source, held_out_source)
     tracker = Tracker(

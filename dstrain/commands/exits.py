@@ -97,7 +97,7 @@ def _shorten_openmp_busy_waits() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _get_distributed_group_module() -> ModuleType | None:
+def _get_group_module_if_imported() -> ModuleType | None:
     """Returns the module distributed.group if it is imported already, else None. Does not import it, since that would
     import torch.
     """
@@ -109,7 +109,7 @@ def _record_exit_code(code: int, stopped_at_once: bool = False) -> None:
     other ranks of this machine, so that they go on. Does not tell them after a stop `stopped_at_once`, which is to end
     them, too.
     """
-    exit_codes.append_exit_code(code)
+    exit_codes.append_exit_code_to_file(code)
     if code in (exit_codes.DONE, exit_codes.STOPPED) and not stopped_at_once:
         get_presence().mark_ended_and_clean_up()
 
@@ -140,7 +140,7 @@ def _convert_errors_to_exit_codes(main: Callable[[], None], stops_on_request: bo
         }
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
-        if (group := _get_distributed_group_module()) and group.explain_lost_ranks(error):
+        if (group := _get_group_module_if_imported()) and group.explain_lost_ranks(error):
             group.end_process(error)
         raise
 

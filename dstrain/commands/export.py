@@ -136,7 +136,7 @@ def _import_diffusers_writer(run: Run, system: System) -> ModuleType:
     """Imports the module that writes models of a system for diffusers, and returns it. Raises ConfigError if diffusers
     cannot express this model.
     """
-    system.require_expressible()
+    system.require_expressible_in_diffusers()
     return importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
 
 

@@ -257,7 +257,7 @@ def _check_data_and_list_remarks(
         remarks += describe_truncated_captions(source, system)
     problems: list[str] = []
     with _collect_config_errors(problems):
-        system.require_expressible()
+        system.require_expressible_in_diffusers()
     lost = tuple(f"`dstrain export` will not write this run for diffusers: {problem}" for problem in problems)
     if options.dry_run:
         remarks += lost
@@ -273,7 +273,9 @@ def _check_data_and_list_remarks(
 
         return [*remarks, describe_costs(run, system, resolved, world)], ()
     begins = options.from_scratch or not folders.read_last_saved_step(run.directory)
-    can_lose = type(system).require_expressible is not System.require_expressible  # others have no form in diffusers
+    can_lose = (
+        type(system).require_expressible_in_diffusers is not System.require_expressible_in_diffusers
+    )  # others have no form in diffusers
     notes = tuple(f"note: {line}" for line in lost if begins and can_lose)
     try:
         return remarks, (f"{describe_memory_of_states(run, system, resolved, world)}; {describe_free_memory()}", *notes)

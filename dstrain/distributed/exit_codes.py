@@ -18,7 +18,7 @@ DELIBERATE = (WRONG_INPUT, DIVERGED, STOPPED)  # the same command would end so a
 _VARIABLE = "DSTRAIN_ENDED"
 
 
-def append_exit_code(code: int) -> None:
+def append_exit_code_to_file(code: int) -> None:
     """Appends the exit code of this rank, as a line, to the file that the environment variable DSTRAIN_ENDED names.
     Does nothing if the variable is not set or the file cannot be written.
     """
@@ -35,8 +35,8 @@ def make_exit_code_environment(path: str) -> dict[str, str]:
 
 
 def read_exit_codes(path: str) -> list[int]:
-    """Returns the exit codes in a file that ranks have written by `append_exit_code`, in the order of its lines. Skips
-    lines that are no number. Raises OSError if the file cannot be read.
+    """Returns the exit codes in a file that ranks have written by `append_exit_code_to_file`, in the order of its
+    lines. Skips lines that are no number. Raises OSError if the file cannot be read.
     """
     with open(path, encoding="ascii") as file:
         return [int(line) for line in file if line.strip().isdigit()]

@@ -177,7 +177,7 @@ class Stops:
                 signal.pthread_kill(self._main, signal.SIGTERM)
             if self.patience is not None and time.monotonic() - heard > self.patience:
                 self.announce_end_and_remove_stop_file()
-                exit_codes.append_exit_code(exit_codes.STOPPED)
+                exit_codes.append_exit_code_to_file(exit_codes.STOPPED)
                 os._exit(exit_codes.STOPPED)
         os.close(self._numbers)
         os.close(pipe_end)

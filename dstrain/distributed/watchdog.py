@@ -170,8 +170,8 @@ class Watchdog(AbstractContextManager):
 
     def _find_ranks_at_fault(self, now: float, overdue_since: float, suspended: set[int]) -> tuple[list[str], set[int]]:
         """Finds the ranks because of which the run hangs. Returns a line of text for each, and the set of ranks that
-        must be killed, since they cannot end themselves. Returns nothing in both while the cause is not known, or while
-        some rank still makes progress.
+        must be killed, since they cannot end themselves. Suspended ranks are at fault in any case. If there are none,
+        both are empty while the cause is not known, or while some rank still makes progress.
 
         overdue_since   the time at which this rank had made no progress for too long
         suspended       those ranks of this machine that are suspended

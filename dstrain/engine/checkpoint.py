@@ -172,11 +172,11 @@ class Checkpoints:
         self.saver.wait_for_save()
         steps = self.store.list_rollback_steps(
             course.find_step_before_trouble(steps_done),
-            course.state.rollbacks[-1][1] if course.rollback_count else None,
+            course.state.rollbacks[-1][1] if course.num_rollbacks else None,
         )
-        if course.rollback_count - course.state.forgiven >= course.faults.max_rollbacks:
+        if course.num_rollbacks - course.state.forgiven >= course.faults.max_rollbacks:
             reason = (
-                f"The run has gone back {course.rollback_count} times (faults.max_rollbacks="
+                f"The run has gone back {course.num_rollbacks} times (faults.max_rollbacks="
                 f"{course.faults.max_rollbacks}: a higher number lets it go back again)"
             )
         elif (newest := self.store.find_newest_checkpoint(self.saver.report, among=steps)) is None:
@@ -230,7 +230,7 @@ class Checkpoints:
         """Writes the run's record of skipped steps and rollbacks into the manifest of the checkpoint of `step`. Does
         nothing if there were no rollbacks. Call it if the run stops at the checkpoint to which it has just gone back.
         """
-        if self.course.rollback_count:
+        if self.course.num_rollbacks:
             self.store.add_manifest_entries(step, course=self.course.state.model_dump())
 
     def _iterate_flats_by_kind(self, part: str, averages_only: bool) -> Iterator[tuple[str, list[Tensor]]]:
@@ -316,8 +316,8 @@ class Checkpoints:
             }
             masters = self._engines.masters[part]
             counters[part] = {
-                "updates": masters.update_count,
-                "skipped": masters.skipped_count,
+                "updates": masters.num_updates,
+                "skipped": masters.num_skipped,
                 "stage": masters.stage,
                 "scaler": masters.loss_scaler_state,
                 **self._ema.collect_counters(part),
@@ -405,7 +405,7 @@ class Checkpoints:
                 f"averages by width (ema.profiles) of {part} begin at step {step}: widths are shares of "
                 "the updates since then"
             )
-        masters.update_count, masters.skipped_count = 0 if anew else counters["updates"], counters["skipped"]
+        masters.num_updates, masters.num_skipped = 0 if anew else counters["updates"], counters["skipped"]
         masters.loss_scaler_state = counters["scaler"]
         masters.copy_masters_to_network()
 

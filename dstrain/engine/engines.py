@@ -246,7 +246,7 @@ class Engines(Mapping[str, Any]):
         """Returns the number of steps since the run began, resumes included, that were skipped because a gradient was
         not finite. If the parts differ, returns the largest number.
         """
-        return max(masters.skipped_count for masters in self.masters.values())
+        return max(masters.num_skipped for masters in self.masters.values())
 
     def begin_step(self, lr: float) -> None:
         """Begins a step: sets the learning rate of each weight to `lr` times the factor of its group (optimizer.rates),

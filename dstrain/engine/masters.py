@@ -351,14 +351,14 @@ class Masters(Updates):
         )
 
     @property
-    def update_count(self) -> int:
+    def num_updates(self) -> int:
         """Returns the number of updates that the optimizer has applied, without skipped steps. Returns 0 on a rank that
         owns no masters.
         """
         return int(self._get_optimizer_state(0)["step"]) if self.flats else 0
 
-    @update_count.setter
-    def update_count(self, count: int) -> None:
+    @num_updates.setter
+    def num_updates(self, count: int) -> None:
         for number in range(len(self.flats)):
             state = self._get_optimizer_state(number)
             state["step"] = state["step"].fill_(count) if torch.is_tensor(state["step"]) else count

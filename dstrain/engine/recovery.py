@@ -77,12 +77,12 @@ class Divergence:
         self._state, self._unread = state, None
 
     @property
-    def batch_shift(self) -> int:
+    def num_dropped(self) -> int:
         """Returns the number of batches that the run has left out so far: step s learns from batch s + shift."""
         return self._state.shift
 
     @property
-    def rollback_count(self) -> int:
+    def num_rollbacks(self) -> int:
         """Returns how often the run went back to an earlier checkpoint."""
         return len(self._state.rollbacks)
 
@@ -135,7 +135,10 @@ class Divergence:
         """Records that the run goes back, after `steps_done` steps, to the checkpoint of `checkpoint_step`. The batches
         of the steps between are not used again. saved_state: the record of steps that this checkpoint holds.
         """
-        rollbacks, clock = [*self.state.rollbacks, (steps_done, checkpoint_step)], steps_done + self.batch_shift
+        rollbacks, clock = (
+            [*self.state.rollbacks, (steps_done, checkpoint_step)],
+            steps_done + self.num_dropped,
+        )
         self.state = parse_recovery_state(saved_state).model_copy(
             update={"shift": clock - checkpoint_step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
@@ -144,7 +147,7 @@ class Divergence:
         """Makes the rollbacks so far no longer count against faults.max_rollbacks, since a user has changed the run.
         They stay in the record.
         """
-        self.state.forgiven = self.rollback_count
+        self.state.forgiven = self.num_rollbacks
 
 
 def _average_losses_over_ranks(losses: Mapping[str, Sequence[Tensor]]) -> dict[str, AsyncHostCopy]:

@@ -370,13 +370,13 @@ class Updates:
         return self.engine.zero_optimization_stage()
 
     @property
-    def skipped_count(self) -> int:
+    def num_skipped(self) -> int:
         """Returns the number of steps since the run began that were skipped, because a gradient was not finite."""
         self.record_last_step_result()
         return self.engine.skipped_steps
 
-    @skipped_count.setter
-    def skipped_count(self, count: int) -> None:
+    @num_skipped.setter
+    def num_skipped(self, count: int) -> None:
         self._unread = None
         self.engine.skipped_steps = count
 

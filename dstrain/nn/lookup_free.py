@@ -149,7 +149,9 @@ class CodeUsage:
 
     def __init__(self, bits: int, decay: float = 0.9) -> None:
         self.decay = decay
-        self.q = torch.cat([torch.full((1 << size,), 0.5**size) for size in split_bits(bits)])  # uniform at first
+        self.q = torch.cat(
+            [torch.full((1 << size,), 0.5**size) for size in choose_bit_group_sizes(bits)]
+        )  # uniform at first
 
     def update_shares(self, shares: Tensor) -> None:
         """Updates the moving average `q` of code shares once a step: q = decay * q + (1 - decay) * mean of `shares`
@@ -167,7 +169,7 @@ class CodeUsage:
         finite. `bits` is log2 of the codebook's size.
         """
         self.q = self.q.to(shares.device)
-        uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in split_bits(bits)])
+        uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in choose_bit_group_sizes(bits)])
         return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * uniform).log()).sum(1)
 
 
@@ -184,7 +186,7 @@ def compute_codebook_bits(codebook_size: int) -> int:
     return bits
 
 
-def split_bits(bits: int) -> list[int]:
+def choose_bit_group_sizes(bits: int) -> list[int]:
     """Splits the bits of a token into the fewest groups of at most 10 bits, and returns the number of bits in each
     group. The groups are as equal as possible: 21 gives [7, 7, 7].
     """
@@ -212,11 +214,11 @@ def average_code_probabilities(logits: Tensor, weight: Tensor) -> Tensor:
     """Returns the probabilities p(c|z) of codes c, averaged over the N tokens of each sample with the weights `weight`
     (B, N): (B, codes). `logits` (B, N, d) hold for each of a token's d bits the logit of its being 1.
 
-    `split_bits` splits the d bits into groups with codes of their own. The result holds the codes of all groups, one
-    group after the other; the probabilities of a group sum to 1.
+    `choose_bit_group_sizes` splits the d bits into groups with codes of their own. The result holds the codes of all
+    groups, one group after the other; the probabilities of a group sum to 1.
     """
     shares = []
-    for part in logits.split(split_bits(logits.shape[-1]), dim=-1):
+    for part in logits.split(choose_bit_group_sizes(logits.shape[-1]), dim=-1):
         size = part.shape[-1]
         code = convert_tokens_to_signs(torch.arange(1 << size, device=logits.device), size)  # (codes, size)
         p = (part @ code.T.to(part.dtype) / 2).softmax(-1)  # (B, N, codes)

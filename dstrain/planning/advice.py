@@ -150,9 +150,10 @@ def _find_fit_at_stage_3(case: Case) -> Estimate | None:
 
 
 def _iterate_fitting_estimates(case: Case, changes: dict[str, list[Any]]) -> Iterator[Estimate]:
-    """Yields estimates of the case that fit. `changes` has the values to try of each choice. Tries each combination of
-    the values of all choices but "micro"; of each yields the estimate with the largest micro-batch in changes["micro"]
-    that fits, if any.
+    """Yields for each combination of the values in `changes`, "micro" left aside, the estimate with the largest
+    micro-batch that fits the memory; nothing for a combination where none fits.
+
+    changes: {choice: values to try}. The values of "micro" fall; without them a case keeps its own micro-batch.
     """
     others = [[(name, value) for value in values] for name, values in changes.items() if name != "micro"]
     for way in itertools.product(*others):

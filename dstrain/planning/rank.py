@@ -12,7 +12,7 @@ from dstrain.engine.planning.memory_kinds import OFFLOADED, count_checkpoint_byt
 from dstrain.engine.settings import read_offload_device, read_zero_stage
 from dstrain.planning.counts import Collective, Counts, Layout
 from dstrain.planning.states import count_state_bytes_by_kind, count_weights_and_checkpoint_bytes
-from dstrain.planning.step import Measured, choose_step_to_measure, measure_bytes_of_states, measure_step
+from dstrain.planning.step import Measured, choose_step_to_measure, measure_bytes_of_states, run_and_measure_step
 from dstrain.recipe import ConfigError, Run
 from dstrain.systems.base import System
 from dstrain.tracking.flops import count_step_flops
@@ -80,7 +80,7 @@ def measure_step_as_rank_0(
     sharing = math.lcm(copies, run.parallel.sequence)
     few = min(world, sharing * max(2, _MAX_FAKE_RANKS // sharing)) if read_zero_stage(settings) == 3 else world
     with use_fake_ranks_and_tensors(few), Fused() if device == "cuda" else nullcontext():
-        measured, engines, ema = measure_step(run, settings, system, FakeEngines)
+        measured, engines, ema = run_and_measure_step(run, settings, system, FakeEngines)
         own = count_checkpoint_bytes(engines.masters, ema)
     if few < world:
         with use_fake_ranks_and_tensors(world):

@@ -59,7 +59,7 @@ class Measured:
     begun: list[Done] = field(default_factory=list)
 
 
-def measure_step(
+def run_and_measure_step(
     run: Run, settings: dict[str, Any], system: System, engines_class: type[Engines] = Engines
 ) -> tuple[Measured, Engines, EmaShadow]:
     """Builds DeepSpeed engines of class `engines_class` and EMA averages, takes a few steps, and measures the last one.
@@ -78,7 +78,7 @@ def measure_step(
         )
         updates: list[int] = []  # where they begin and end, in turn
         begun: list[Done] = []
-        _label_tensors_by_maker(watch, system, engines, updates, begun)
+        _label_tensors_by_origin(watch, system, engines, updates, begun)
         last = choose_step_to_measure(run, system)
         for number in range(last - _WARM[read_zero_stage(settings)], last + 1):
             _label_states_and_reset_counts(watch, engines, ema)
@@ -124,7 +124,7 @@ def measure_bytes_of_states(
     return {kind: size for kind, size in sizes.items() if kind not in MADE_IN_A_STEP}, engines, ema
 
 
-def _label_tensors_by_maker(
+def _label_tensors_by_origin(
     watch: Watch,
     system: System,
     engines: Engines,
@@ -151,7 +151,7 @@ def _label_tensors_by_maker(
     system.observe = lambda rows: None  # it would read values
 
     @contextmanager
-    def label_tensors_of_update() -> Iterator[None]:
+    def record_update_and_label_gradients() -> Iterator[None]:
         """Records the events at which an optimizer's step begins and ends. Before it, labels gradients and secondary
         weights.
         """
@@ -162,7 +162,7 @@ def _label_tensors_by_maker(
         updates.append(watch.num_events)
 
     for masters in engines.masters.values():
-        wrap_method_in_context(masters, "step", label_tensors_of_update)
+        wrap_method_in_context(masters, "step", record_update_and_label_gradients)
         for owner, name, kind in iterate_allocating_methods(masters):
             wrap_method_in_context(owner, name, partial(watch.set_kind_of_new_storages, kind))
 

@@ -63,7 +63,7 @@ def make_sampling_request(
         captions = [*islice(cycle(prompts), num)]
         conditions = system.conditions_from_texts(captions)
         if samples.negative_prompt is not None and samples.guidance_scale != 1:
-            conditions |= system.conditions_to_avoid(samples.negative_prompt, num)
+            conditions |= system.make_negative_prompt_conditions(samples.negative_prompt, num)
     else:
         chosen = samples.labels if labels is None else labels
         conditions = choose_conditions(system, num, None if chosen is None else tuple(chosen))

@@ -192,6 +192,8 @@ _RENAMED = {
     "codes": "compute_codes",
     "identity": "describe_identity",
     "adapt": "adapt_weights",
+    "conditions_to_avoid": "make_negative_prompt_conditions",
+    "require_expressible": "require_expressible_in_diffusers",
 }
 
 

@@ -78,7 +78,7 @@ class Prompted:
         """
         raise ConfigError(f"a {type(self).__name__} takes no texts")
 
-    def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
+    def make_negative_prompt_conditions(self, text: str, num: int) -> dict[str, Tensor]:
         """Returns the conditions of a negative prompt, from which guidance leads samples away, for `num` samples:
         {name: tensor (num, ...)}. By default raises ConfigError.
         """
@@ -236,7 +236,7 @@ class Imports:
             f"a {type(self).__name__} does not begin from; give a file or folder of this system"
         )
 
-    def require_expressible(self) -> None:
+    def require_expressible_in_diffusers(self) -> None:
         """Raises ConfigError if diffusers has no class for this model, so that it cannot be exported for diffusers. By
         default always raises it.
         """

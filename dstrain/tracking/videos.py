@@ -54,7 +54,7 @@ def tile_clip_frames(clips: Tensor, captions: Sequence[str] | None = None) -> np
 
 
 def _require_valid_clips(clips: Tensor) -> None:
-    """Raises ConfigError if `clips` is not uint8 (N, T, 1, 3 or 4, H, W), or is empty."""
+    """Raises ConfigError if `clips` is not uint8 (N, T, C, H, W) with 1, 3 or 4 channels C, or is empty."""
     shape = tuple(clips.shape)
     if clips.dtype != torch.uint8 or len(shape) != 5 or shape[2] not in (1, 3, 4) or 0 in shape:
         raise ConfigError(f"clips are uint8 (N, T, 1, 3 or 4, H, W), got {clips.dtype} {shape}")

@@ -135,7 +135,7 @@ def test_measured_over_all_classes(trained):
 def test_what_has_no_form_in_diffusers(tmp_path, trained):
     """Oracle: the contract: a refusal that says what is supported."""
     with pytest.raises(ConfigError, match="a Newcomer has no form in diffusers: take --format safetensors"):
-        type("Newcomer", (Imports,), {})().require_expressible()
+        type("Newcomer", (Imports,), {})().require_expressible_in_diffusers()
     discrete = {"discrete": {"num_tokens": 8, "codebook_dim": 4, "num_layers": 1, "hidden_dim": 4}, "image_size": 8}
     system = systems.build("vae", discrete)
     with pytest.raises(ValueError, match="for model.kl alone, not for a discrete VAE: take --format safetensors"):
@@ -269,7 +269,7 @@ def test_recipes_that_diffusers_cannot_express(tmp_path, path):
     of_data = {"dit": latents, "phenaki": {"token_shape": [5, 4, 4], "codebook_size": 64}}
     system = systems.build(run.system, run.model | of_data.get(run.system, {}))
     with pytest.raises(ConfigError) if "# Export    Not to diffusers" in path.read_text() else nullcontext():
-        system.require_expressible()
+        system.require_expressible_in_diffusers()
 
 
 def test_a_dry_run_says_what_cannot_be_exported(tmp_path):

@@ -39,14 +39,14 @@ if how == "orphan":                           # a launcher that dies and leaves 
     os.kill(os.getpid(), 9)
 if how == "waits":
     def stopped(number, frame):
-        endings.append_exit_code(75)
+        endings.append_exit_code_to_file(75)
         sys.exit(143)
     signal.signal(signal.SIGTERM, stopped)
     (folder / "waiting").touch()
     time.sleep(600)
 code, _, noted = how.partition(":")           # of the launcher, and of the ranks
 if noted:
-    endings.append_exit_code(int(noted))
+    endings.append_exit_code_to_file(int(noted))
 sys.exit(int(code))
 """
 

@@ -85,7 +85,7 @@ class Trial:
         return whole | {
             "buffer": self.engines.modules["tiny"].scale.table.clone(),
             "history": self.history.values.clone(),
-            "updates": torch.tensor(masters.update_count),
+            "updates": torch.tensor(masters.num_updates),
         }
 
 

@@ -175,7 +175,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
         "ema": [furthest(gathered(masters, shadow.flats["tiny"][decay]), naive[decay]) for decay in EMA.decays],
         "swapped": swaps,
         "applied": all(applied),
-        "updates": masters.update_count,
+        "updates": masters.num_updates,
         "buffer": (engines.modules["tiny"].scale.table - full["scale.table"]).abs().max().item(),
         "norm": engines.collect_metrics()["grad_norm"],
         "true_norm": norm,
@@ -196,7 +196,7 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
     shadow.update_averages(STEPS, engines.collect_update_flags())
     figures["skipped"] = {
         "said": not engines.collect_update_flags()["tiny"],
-        "updates": masters.update_count,
+        "updates": masters.num_updates,
         "weights": all(bool((a == b).all()) for a, b in zip(flats, masters.flats)),
         "ema": all(bool((a == b).all()) for a, b in zip(shadows, shadow.flats["tiny"][0.5])),
     }

@@ -211,7 +211,7 @@ class Trial:
             f"{kind}/{key}": value
             for kind, flats in kinds.items()
             for key, value in gathered(self.masters, flats).items()
-        } | {"n": torch.tensor(self.masters.update_count)}
+        } | {"n": torch.tensor(self.masters.num_updates)}
 
 
 def folder_of(folder: Path, name: str, stage: int, precision: str) -> Path:
@@ -236,7 +236,7 @@ def train(folder: Path) -> dict[str, dict]:
             "furthest": furthest(weights, final),
             "mean": mean_difference(weights, final),
             "moved": mean_difference(initial, final),
-            "updates": trial.masters.update_count,
+            "updates": trial.masters.num_updates,
             "resumed": resumed,
             "differ": [key for key in state if not torch.equal(state[key], repeated[key])],
             "skips": trial.skips(),
@@ -246,7 +246,7 @@ def train(folder: Path) -> dict[str, dict]:
     other = Trial("lion" if NAMES[-1] == "muon" else "muon", 1, "fp32", folder_of(folder, NAMES[-1], 1, "fp32"))
     figures["other"] = {
         "resumed": other.saves.resume(),
-        "updates": other.masters.update_count,
+        "updates": other.masters.num_updates,
         "notes": other.notes,
         "moments": sum(
             value.abs().sum().item() for key, value in other.state().items() if not key.startswith(("master", "n"))

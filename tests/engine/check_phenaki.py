@@ -199,7 +199,7 @@ def measure(case: tuple[str, int, int], expected: tuple[dict, dict], folder: Pat
         "weights": {part: furthest(ended[part], expected[0][part]) for part in ended},
         "moved": {part: furthest(begun[part], expected[0][part]) for part in ended},
         "ema": {part: furthest(averages[part], expected[1][part]) for part in ended},
-        "updates": {part: masters.update_count for part, masters in trial.engines.masters.items()},
+        "updates": {part: masters.num_updates for part, masters in trial.engines.masters.items()},
         "resumed": list_differences_after_resume(Trial(*case, folder), SAVED, STEPS, trial.state()),
     }
 

@@ -87,7 +87,13 @@ def steps(trial: Trial, first: int, last: int, broken: int | None = None) -> lis
                 name: term * torch.inf if name == "loss" else term for name, term in loss(*words).items()
             }
         losses = take_step(
-            step, trial.run, trial.system, trial.engines, trial.batches, Nobody(), trial.saves.course.batch_shift
+            step,
+            trial.run,
+            trial.system,
+            trial.engines,
+            trial.batches,
+            Nobody(),
+            trial.saves.course.num_dropped,
         )
         trial.system.loss = loss
         trial.ema.update_averages(step, trial.engines.collect_update_flags())
@@ -110,9 +116,9 @@ def compare(folder: Path) -> None:
         bad = steps(live, GOOD, GOOD + MORE, broken=GOOD + MORE - 1)
         course = live.saves.course
         assert course.record_step(GOOD + MORE, [Flag(bad[-1][0])], {}) is None and course.state.in_a_row == 1
-        assert live.saves.roll_back(GOOD + MORE, "trouble") == GOOD and course.batch_shift == MORE
+        assert live.saves.roll_back(GOOD + MORE, "trouble") == GOOD and course.num_dropped == MORE
         fresh = trial(folder, *place)
-        assert fresh.saves.resume() == GOOD and fresh.saves.course.batch_shift == 0
+        assert fresh.saves.resume() == GOOD and fresh.saves.course.num_dropped == 0
         went_back, resumed = live.state(), fresh.state()
         begun = [key for key, value in went_back.items() if not torch.equal(value, resumed[key])]
         fresh.saves.course.state.shift = MORE

@@ -227,7 +227,7 @@ class Trial:
                 for kind, flats in kinds.items()
                 for name, value in gathered(masters, flats).items()
             }
-            found[f"updates/{part}"] = torch.tensor(masters.update_count)
+            found[f"updates/{part}"] = torch.tensor(masters.num_updates)
         return found
 
     def save(self, step: int) -> None:

@@ -109,7 +109,7 @@ class Trial:
                 for kind, flats in kinds.items()
                 for name, value in gathered(masters, flats).items()
             }
-            found[f"{part}/updates"] = torch.tensor(masters.update_count)
+            found[f"{part}/updates"] = torch.tensor(masters.num_updates)
         return found
 
 
@@ -165,7 +165,7 @@ def measure(case: tuple[int, int], saved: Iterable[int], expected: dict, folder:
     begun = trial.weights()
     trial.steps(0, START, saved)
     waited = trial.weights()
-    counts = {part: masters.update_count for part, masters in trial.engines.masters.items()}
+    counts = {part: masters.num_updates for part, masters in trial.engines.masters.items()}
     trial.steps(START, STEPS, saved)
     ended = trial.weights()
     average = gathered(trial.engines.masters["autoencoder"], trial.ema.flats["autoencoder"][DECAY])
@@ -175,7 +175,7 @@ def measure(case: tuple[int, int], saved: Iterable[int], expected: dict, folder:
         "ema": furthest(average, expected["ema"]),
         "waited": furthest(begun["discriminator"], waited["discriminator"]),
         "updates_at_start": counts,
-        "updates": {part: masters.update_count for part, masters in trial.engines.masters.items()},
+        "updates": {part: masters.num_updates for part, masters in trial.engines.masters.items()},
         "applied": [sorted(applied) for applied in trial.applied],
         "all_applied": all(all(applied.values()) for applied in trial.applied),
         "skipped": trial.engines.count_skipped_steps(),

@@ -112,7 +112,7 @@ class Trial:
             state |= {
                 f"{part}/table": network.scale.table.clone(),
                 f"{part}/count": network.count.clone(),
-                f"{part}/counts": torch.tensor([masters.update_count, masters.skipped_count]),
+                f"{part}/counts": torch.tensor([masters.num_updates, masters.num_skipped]),
             }
         return state
 
@@ -124,7 +124,7 @@ def run(tmp_path) -> Iterator[tuple[Path, dict[int, dict[str, Tensor]]]]:
     assert trial.saves.resume() == 0
     for number in range(1, 5):
         trial.steps(number, number + 1)
-        trial.engines.masters["b"].skipped_count = number
+        trial.engines.masters["b"].num_skipped = number
         trial.saves.save(number)
         states[number] = trial.state()
     assert trial.saved == [1, 2, 3, 4] and trial.saves.saver.newest == 4
@@ -183,12 +183,12 @@ def test_the_way_back(run):
     assert "3 steps in a row" in trouble
     trial.steps(5, 6)
     assert trial.saves.roll_back(7, trouble) == 4 and same(trial.state(), states[4])
-    assert trial.course.batch_shift == 3 and trial.course.rollback_count == 1 and trial.saves.saver.newest == 4
+    assert trial.course.num_dropped == 3 and trial.course.num_rollbacks == 1 and trial.saves.saver.newest == 4
     assert trial.saves.roll_back(6, "once more") == 3 and same(trial.state(), states[3])
     assert trial.saves.store.list_steps() == [1, 2, 3] and trial.saves.store.list_steps_put_aside() == [4]
     assert trial.saves.saver.newest == 3
-    assert trial.course.state.rollbacks == [(7, 4), (6, 3)] and trial.course.batch_shift == 6
-    assert trial.saves.roll_back(4, "again") == 2 and trial.course.batch_shift == 8
+    assert trial.course.state.rollbacks == [(7, 4), (6, 3)] and trial.course.num_dropped == 6
+    assert trial.saves.roll_back(4, "again") == 2 and trial.course.num_dropped == 8
     with pytest.raises(
         FloatingPointError,
         match=r"at last. The run has gone back 3 times \(faults.max_rollbacks=3.* "
@@ -236,7 +236,7 @@ def test_the_course_and_kinds(tmp_path):
     trial.course.record_step(2, [False], {})
     trial.saves.save(2, routine=False)
     assert read_manifest(tmp_path / "step_00000002")["extra"]["kind"] == "trouble"
-    assert trial.saves.roll_back(2, "bad") == 1 and trial.course.batch_shift == 1
+    assert trial.saves.roll_back(2, "bad") == 1 and trial.course.num_dropped == 1
     for number in (2, 3, 4, 5):
         trial.saves.save(number, score=10.0 - number, routine=number != 5)
     assert trial.saves.store.list_steps() == [1, 3, 4, 5]
@@ -246,7 +246,7 @@ def test_the_course_and_kinds(tmp_path):
     assert ["metric" in extra for extra in kinds.values()] == [False, True, True, True] and kinds[5]["metric"] == "loss"
     assert trial.saves.store.find_best_checkpoint() == (5, 5.0)
     fresh = Trial(tmp_path)
-    assert fresh.saves.resume() == 5 and fresh.course.batch_shift == 1 and fresh.course.state.rollbacks == [(2, 1)]
+    assert fresh.saves.resume() == 5 and fresh.course.num_dropped == 1 and fresh.course.state.rollbacks == [(2, 1)]
 
 
 def test_what_one_process_reads(run):

@@ -124,7 +124,7 @@ def test_before_the_first_step(stage, precision):
     engines = engines_of(stage, precision)
     assert applied(engines) == {} and engines.count_skipped_steps() == 0
     for masters in engines.masters.values():
-        assert masters.update_count == 0 and masters.skipped_count == 0
+        assert masters.num_updates == 0 and masters.num_skipped == 0
         for kind in ADAM:
             assert [moment.shape for moment in masters.get_moments_in_fp32(kind)] == [
                 flat.shape for flat in masters.flats
@@ -166,12 +166,12 @@ def test_a_step_by_hand(stage, precision):
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     assert figures["a/grad_norm"] == pytest.approx(norm, rel=1e-5 if precision == "fp32" else 2e-2)
     assert figures["a/param_norm"] == pytest.approx(torch.cat([w.flatten() for w in after.values()]).norm().item())
-    assert same(weights(engines, "b"), waiting) and engines.masters["b"].update_count == 0 and masters.update_count == 1
+    assert same(weights(engines, "b"), waiting) and engines.masters["b"].num_updates == 0 and masters.num_updates == 1
     engines.begin_step(LR)
     assert applied(engines) == {}
     step(engines, "b")
     assert applied(engines) == {"b": True} and same(weights(engines, "a"), after)
-    assert engines.masters["b"].update_count == masters.update_count == 1
+    assert engines.masters["b"].num_updates == masters.num_updates == 1
 
 
 @each_place
@@ -190,15 +190,14 @@ def test_a_gradient_that_is_not_finite(stage, precision):
             assert same(weights(engines, "b"), kept["b"])
             after = [moment for kind in ADAM for moment in engines.masters["b"].get_moments_in_fp32(kind)]
             assert all(torch.equal(x, y) for x, y in zip(moments, after, strict=True))
-    assert (engines.masters["a"].update_count, engines.masters["b"].update_count) == (4, 2)
+    assert (engines.masters["a"].num_updates, engines.masters["b"].num_updates) == (4, 2)
     assert (
-        engines.count_skipped_steps() == engines.masters["b"].skipped_count == 2
-        and engines.masters["a"].skipped_count == 0
+        engines.count_skipped_steps() == engines.masters["b"].num_skipped == 2 and engines.masters["a"].num_skipped == 0
     )
     assert [engine.global_steps for engine in engines.values()] == [4, 4]
     step(engines, "b", math.nan)
-    assert engines.masters["b"].skipped_count == 3  # the latest step is counted where it is asked for
-    engines.masters["a"].skipped_count = 5
+    assert engines.masters["b"].num_skipped == 3  # the latest step is counted where it is asked for
+    engines.masters["a"].num_skipped = 5
     assert engines.count_skipped_steps() == 5
 
 
@@ -343,19 +342,19 @@ def test_a_count_that_is_set(stage, precision):
     """
     engines = engines_of(stage, precision)
     masters = engines.masters["a"]
-    masters.update_count = 9
-    assert masters.update_count == 9 and engines.masters["b"].update_count == 0
+    masters.num_updates = 9
+    assert masters.num_updates == 9 and engines.masters["b"].num_updates == 0
     begun = weights(engines, "a")
     engines.begin_step(LR)
     step(engines, "a")
-    assert masters.update_count == 10
+    assert masters.num_updates == 10
     first, second = (gathered(masters, masters.get_moments_in_fp32(kind)) for kind in ADAM)
     for name, weight in weights(engines, "a").items():
         decayed = begun[name] * (1 - LR * (DECAY if weight.ndim >= 2 else 0))
         moved = first[name] / (1 - BETAS[0] ** 10) / ((second[name] / (1 - BETAS[1] ** 10)).sqrt() + EPS)
         torch.testing.assert_close(weight, decayed - LR * moved, rtol=1e-4, atol=1e-6)
     masters.reset_optimizer_state()
-    assert masters.update_count == 0 and not any(
+    assert masters.num_updates == 0 and not any(
         moment.any() for kind in ADAM for moment in masters.get_moments_in_fp32(kind)
     )
 
@@ -370,7 +369,7 @@ def test_a_step_of_several_micro_batches_that_is_skipped(stage):
             step(engines, "a", factor, seed=3 * number + micro)
             assert applied(engines) == {"a": micro == 2 and factors == (1.0, 1.0, 1.0)}, (number, micro)
     assert (
-        engines.masters["a"].update_count == 2 and engines.count_skipped_steps() == 2 and engines["a"].global_steps == 4
+        engines.masters["a"].num_updates == 2 and engines.count_skipped_steps() == 2 and engines["a"].global_steps == 4
     )
     assert engines["a"].micro_steps == 12
 

@@ -99,7 +99,7 @@ def test_the_data_never_go_back(events):
     """Oracle: a counter: each step learns from the batch after the last, however often the run has gone back."""
     course, done, batch, saved = Divergence(), 0, 0, {0: Divergence().state.model_dump()}
     for event in events:
-        assert done + course.batch_shift == batch
+        assert done + course.num_dropped == batch
         done, batch = done + 1, batch + 1
         if event == 1:
             saved[done] = course.state.model_dump()
@@ -112,7 +112,7 @@ def test_the_data_never_go_back(events):
             course.record_rollback(done, max(saved), saved[max(saved)])
             done = max(saved)
     assert (
-        course.rollback_count == len(course.state.rollbacks)
+        course.num_rollbacks == len(course.state.rollbacks)
         and parse_recovery_state(course.state.model_dump()) == course.state
     )
 

@@ -12,10 +12,10 @@ from dstrain.nn.lookup_free import (
     CosineQuantizer,
     LookupFree,
     average_code_probabilities,
+    choose_bit_group_sizes,
     compute_codebook_bits,
     convert_signs_to_tokens,
     convert_tokens_to_signs,
-    split_bits,
 )
 
 
@@ -66,7 +66,14 @@ def test_entropies(inv_temperature):
 
 def test_shares_by_group():
     """Oracle: marginals of the softmax over all 2048 codes; as many bits in a group as are told apart jointly."""
-    assert [split_bits(bits) for bits in (1, 10, 11, 13, 18, 21)] == [[1], [10], [6, 5], [7, 6], [9, 9], [7, 7, 7]]
+    assert [choose_bit_group_sizes(bits) for bits in (1, 10, 11, 13, 18, 21)] == [
+        [1],
+        [10],
+        [6, 5],
+        [7, 6],
+        [9, 9],
+        [7, 7, 7],
+    ]
     torch.manual_seed(0)
     z = torch.randn(2, 5, 11) * 0.3
     p = posterior(z, 1.0).mean(1).view(2, 64, 32)

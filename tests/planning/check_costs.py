@@ -142,7 +142,7 @@ def real(folder: Path, world: int, stages: dict[str, Any]) -> None:
         run, settings = prepared(folder, case, stage, world)
         system = systems.build(run.system, run.model)
         with Live() if watches else nullcontext() as live:
-            measured, engines, ema = step.measure_step(run, settings, system, Engines)
+            measured, engines, ema = step.run_and_measure_step(run, settings, system, Engines)
         group.barrier()  # a thread of gloo may hold the tensor of the last exchange a moment longer
         gc.collect()
         own = asdict(measured) | ({"live": live.peak, "still": live.now} if live else {})

@@ -305,5 +305,7 @@ def _count_pictures_before_animation(image: Image.Image) -> int:
 
 
 def _crop_image_to_tensor(image: Image.Image, cut: Cut) -> Tensor:
-    """Returns a Pillow image centre-cropped to the size of `cut`: uint8 (C, H, W)."""
+    """Returns a Pillow image with the channels of `cut`, scaled until it just covers the size of `cut` and cropped to
+    its centre: uint8 (C, H, W).
+    """
     return to_tensor(crop_center(convert_mode(image, cut.channels), cut.width, cut.height))

@@ -137,7 +137,7 @@ class ParquetFile:
             return UncompressedChunk(start, self.files.read_span(self.name, start, chunk.total_compressed_size))
         return None
 
-    def refuse_concatenated_files(self) -> None:
+    def require_not_concatenated(self) -> None:
         """Raises ConfigError if this file consists of several concatenated parquet files, of which only the last would
         be read.
         """

@@ -201,8 +201,8 @@ class Layout(ABC):
                 self.record_left_out(reason, counts_by_suffix[key])
 
     def record_unread_files_beside_shards(self) -> None:
-        """Counts as left out the files of the data that lie beside or below the shards (tars, tables) and may hold
-        samples: pictures and videos in formats that are not read, and files without a suffix.
+        """Adds to `left_out` the files beside or below the shards (tars, tables) that may hold samples but are not
+        read: pictures and videos in other formats, and files without a suffix.
 
         Looks at only a part of a large folder.
         """

@@ -188,8 +188,8 @@ class Tables(Layout):
         return Sample(place, label, tuple(captions))
 
     def _parse_label(self, cell: Any, classes: list[int | str], location: str) -> int | str:
-        """Returns the class that the value of a cell means. classes: the class of each number, as
-        `_open_file_with_classes` returns it. location: names the row in messages.
+        """Returns the class that the value of a cell means: with data.class_list, its index there. location: names
+        the row in messages. classes: the class of each number, as `_open_file_with_classes` returns it.
 
         Raises ConfigError if the value is no class, such as -1, which often stands for a secret label.
         """
@@ -417,7 +417,7 @@ class ParquetTables(Tables):
 
     def iterate_samples(self, partition: str) -> Iterator[Sample]:
         (file, names), image, count = self._open_file_with_classes(partition), self.columns.image, 0
-        file.refuse_concatenated_files()
+        file.require_not_concatenated()
         columns = self._choose_columns_for_listing(file.schema.names)
         for group in range(file.num_row_groups):
             chunk = file.read_uncompressed_chunk(group, image)

@@ -245,13 +245,14 @@ class PackedFiles(Layout):
         return file_exists(files, INDEX) or (file_exists(files, PACKING) and file_exists(files, name_shard(0)))
 
     def list_partitions(self) -> list[str]:
-        """Returns the names of the shards.
+        """Returns the names of the shards, and sets `classes`.
 
         Raises ConfigError if
         - packing was interrupted,
         - a shard is missing or has another size,
         - the shards hold clips and images are asked for, or the reverse,
-        - the recipe asks for other labels than those in the shards, by data.labels=prefix or data.class_list.
+        - the recipe has labels of its own, by data.labels or data.class_list, where these data are not one of several
+          sources: shards keep the labels with which they were packed.
         """
         where = f"{self.request.key}={self.root}"
         try:

@@ -120,7 +120,7 @@ def _find_or_make_index(
     folders = (
         [Path(index_folder) / key]
         if index_folder is not None
-        else [folder / key for folder in _list_index_folders(run)]
+        else [folder / key for folder in _list_candidate_index_folders(run)]
     )
     if (
         index_folder is not None
@@ -160,7 +160,7 @@ def make_index_cache_folder() -> Path:
     return make_cache_folder("dstrain/index")
 
 
-def _list_index_folders(run: Path | None) -> list[Path]:
+def _list_candidate_index_folders(run: Path | None) -> list[Path]:
     """Returns the folders in which an index is looked for: the user's cache, and index/ in the run's folder if there is
     a run.
 

@@ -176,7 +176,7 @@ class Index:
         splits = self._open_splits(held_out, leave_out)
         if splits is None:
             raise ConfigError(
-                f"{self._find_splits_folder(held_out, leave_out)} is not to be seen from here, damaged, or of other "
+                f"{self._name_splits_folder(held_out, leave_out)} is not to be seen from here, damaged, or of other "
                 "data: remove it, or write data.index=FOLDER, a folder that all machines share"
             )
         return splits[split]
@@ -192,7 +192,7 @@ class Index:
         """Writes the splits "train" and "held_out" to a subfolder of the index's folder. The index must be on a disk.
         Replaces old files and does not overwrite them, since other processes may have mapped them.
         """
-        folder, header = self._find_splits_folder(held_out, leave_out), {"index": self._make_identity()}
+        folder, header = self._name_splits_folder(held_out, leave_out), {"index": self._make_identity()}
         left_out = np.zeros(len(leave_out), np.int64)
         folder.mkdir(exist_ok=True)
         names = {split: blake2b(digest_size=8) for split in SPLITS}
@@ -218,7 +218,7 @@ class Index:
         """Returns the splits "train" and "held_out" from the disk, by name. Returns None if they are missing, have a
         wrong size, or belong to another index.
         """
-        folder, dtype = self._find_splits_folder(held_out, leave_out), np.dtype(_choose_row_dtype(self))
+        folder, dtype = self._name_splits_folder(held_out, leave_out), np.dtype(_choose_row_dtype(self))
         header = read_sealed_json(folder / HEADER)
         if header is None or header.get("index") != self._make_identity():
             return None
@@ -231,7 +231,7 @@ class Index:
             splits[split] = Split(members=rows, **header[split])
         return splits
 
-    def _find_splits_folder(self, held_out: float, leave_out: Sequence[str]) -> Path:
+    def _name_splits_folder(self, held_out: float, leave_out: Sequence[str]) -> Path:
         """Returns the subfolder of the index's folder for the splits with this share `held_out` and these patterns
         `leave_out`.
         """

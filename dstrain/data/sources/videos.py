@@ -293,8 +293,8 @@ class Mixed(Source):
         return {name: value for name, value in item.items() if name not in self.dropped}
 
     def read_captions(self, index: int) -> tuple[str, ...]:
-        """Returns the captions of the video at `index`; for an index behind all videos, those of the image that `read`
-        gives without `random_number`.
+        """Returns the captions of the sample at `index`: of a video or, from index len(videos) on, of the image that
+        `read` returns for it if no random number is given.
         """
         if index < len(self.videos):
             return self.videos.read_captions(index)

@@ -246,7 +246,7 @@ class DiTSystem(System):
             return super().conditions_from_texts(texts)
         return self.texts.make_prompt_inputs(texts)
 
-    def conditions_to_avoid(self, text: str, num: int) -> dict[str, Tensor]:
+    def make_negative_prompt_conditions(self, text: str, num: int) -> dict[str, Tensor]:
         return {f"{NEGATIVE}{name}": value for name, value in self.conditions_from_texts([text] * num).items()}
 
     def describe_cut(self, texts: list[str], what: str) -> str:
@@ -452,7 +452,7 @@ class DiTSystem(System):
             return weights.rename_from_pixart(state, diffusers_config, self.config)
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
-    def require_expressible(self) -> None:
+    def require_expressible_in_diffusers(self) -> None:
         if self.config.block.joint:
             sd3.require_expressible_in_diffusers(self.config)
         else:

@@ -181,7 +181,7 @@ def save_export(
     from dstrain.systems.dit.pipeline import ClassPipeline
 
     config, network = system.config, nets["denoiser"]
-    system.require_expressible()
+    system.require_expressible_in_diffusers()
     if config.block.joint:
         sd3.save_pipeline(config, network, _load_diffusers_autoencoder(config), _build_scheduler(system), folder)
         return

@@ -175,7 +175,7 @@ def rename_to_diffusers(
     classes, null = (table[:-1], table[-1:]) if has_null_label else (table, torch.zeros_like(table[:1]))
     state = {**state, _CLASSES: torch.cat((classes, null.expand(label_rows + 1 - len(classes), -1)))}
     renamed: dict[str, Tensor] = {}
-    for name, diffusers_names in _iterate_weight_name_pairs(depth):
+    for name, diffusers_names in _iterate_own_and_diffusers_names(depth):
         value = state[name]
         parts = value.chunk(3) if ".qkv." in name else [value] * len(diffusers_names)
         renamed |= {other: part.detach().clone().contiguous() for other, part in zip(diffusers_names, parts)}
@@ -193,7 +193,7 @@ def rename_from_diffusers(
     """
     _require_same_config(diffusers_config, CLASSES, make_diffusers_dit_arguments(config))
     depth, unused, renamed = diffusers_config["num_layers"], dict(state), {}
-    for name, diffusers_names in _iterate_weight_name_pairs(depth):
+    for name, diffusers_names in _iterate_own_and_diffusers_names(depth):
         missing = [other for other in diffusers_names if other not in unused]
         if missing:
             raise ConfigError(f"weights: {missing[0]} is missing, num_layers in config.json is {depth}; fetch it again")
@@ -253,7 +253,7 @@ def project_text_states_by_weights(states: Tensor, projection_weights: Mapping[s
 
 def make_diffusers_pixart_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments with which diffusers' PixArtTransformer2DModel builds the network of this config,
-    all but those on sizes and positions.
+    all but interpolation_scale and use_additional_conditions.
     """
     return make_diffusers_dit_arguments(config) | {
         "norm_type": "ada_norm_single",
@@ -262,7 +262,7 @@ def make_diffusers_pixart_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def _iterate_weight_name_pairs(depth: int) -> Iterator[tuple[str, list[str]]]:
+def _iterate_own_and_diffusers_names(depth: int) -> Iterator[tuple[str, list[str]]]:
     """Yields our name of each weight with a list of diffusers' names: three for a qkv, one for each block for an
     embedder's weight (each block there has a copy), and a single one for all other weights.
     """

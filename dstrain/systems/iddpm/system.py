@@ -259,7 +259,7 @@ class IDDPMSystem(System):
     def from_diffusers(self, state: dict[str, Tensor], diffusers_config: Mapping[str, Any]) -> Fitted:
         return weights.rename_from_diffusers(state, diffusers_config, self.config)
 
-    def require_expressible(self) -> None:
+    def require_expressible_in_diffusers(self) -> None:
         """Raises ConfigError if diffusers' classes cannot hold the model: if it is a flow, or if they lack one of the
         choices of its network or chain.
         """

@@ -102,7 +102,7 @@ def save_export(
     from dstrain.systems.iddpm.pipeline import ConditionalUNetPipeline
 
     config = system.config
-    system.require_expressible()
+    system.require_expressible_in_diffusers()
     arguments, scheduler = weights.make_diffusers_arguments(config), _build_scheduler(system)
     state = {name: value.float().cpu() for name, value in nets["denoiser"].state_dict().items()}
     with torch.device("meta"):

@@ -61,8 +61,8 @@ class Vocabulary(Linear):
         count = len(x)
         x, uniforms, targets, weights = (_pad_rows_to_multiple(rows) for rows in (x, uniforms, targets, weights))
         if targets is not None:
-            learns = torch.is_grad_enabled()  # asked here, since it is always False within a Function
-            total, *of_rows = _CrossEntropy.apply(
+            needs_gradients = torch.is_grad_enabled()  # asked here, since it is always False within a Function
+            total, *of_rows = _CrossEntropyAndDraws.apply(
                 x,
                 self.weight,
                 self.bias,
@@ -72,7 +72,7 @@ class Vocabulary(Linear):
                 temperature,
                 self.label_smoothing,
                 self.chunk,
-                learns,
+                needs_gradients,
             )
             return TokenLoss(total, *(rows[:count] for rows in of_rows))
         ids, certainty = [uniforms.new_zeros(0, dtype=torch.int64)], [uniforms.new_zeros(0)]
@@ -113,23 +113,23 @@ def _draw_token_ids(logits: Tensor, uniforms: Tensor, temperature: float) -> Ten
     return (cumulative <= uniforms[:, None] * cumulative[:, -1:]).sum(1).clamp(max=logits.shape[1] - 1)
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropyAndDraws(torch.autograd.Function):
     """Computes the cross-entropy l -> lse(l) - <q, l> with the smoothed target q = (1 - s) [id = target] + s / V, whose
     gradient is softmax(l) - q.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, weights, uniforms, temperature, smoothing, chunk, learns):
+    def forward(ctx, x, weight, bias, targets, weights, uniforms, temperature, smoothing, chunk, needs_gradients):
         """Returns the weighted total loss, a scalar, and three tensors (M,), with one value for each row: the loss; 1
-        if the most likely id is the target, else 0; and a drawn id, or the target if `uniforms` is None. If `learns` is
-        true, also computes the gradients that `backward` returns.
+        if the most likely id is the target, else 0; and a drawn id, or the target if `uniforms` is None. If
+        `needs_gradients` is true, also computes the gradients that `backward` returns.
         """
         loss = x.new_empty(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
         hits, ids = torch.empty_like(loss), targets.clone()
         # Weights are divided by the largest: products with a mean over thousands of rows would vanish in float16.
         largest = weights.amax() if len(weights) else weights.new_ones(())
         share = (weights / largest).to(loss.dtype)
-        if learns:  # these sum over many chunks in float32, since bfloat16 would lose small terms
+        if needs_gradients:  # these sum over many chunks in float32, since bfloat16 would lose small terms
             to_x, to_bias = torch.empty_like(x), torch.zeros_like(bias, dtype=loss.dtype)
             to_weight = torch.zeros_like(weight, dtype=loss.dtype)
         for rows, logits in _iterate_logit_chunks(x, weight, bias, chunk):
@@ -140,7 +140,7 @@ class _CrossEntropy(torch.autograd.Function):
             hits[rows] = (logits.argmax(1) == target[:, 0]).to(hits.dtype)
             if uniforms is not None:
                 ids[rows] = _draw_token_ids(logits, uniforms[rows], temperature)
-            if not learns:
+            if not needs_gradients:
                 continue
             gradient = logits.sub_(log_norm[:, None]).exp_()
             if smoothing:
@@ -155,7 +155,7 @@ class _CrossEntropy(torch.autograd.Function):
             else:
                 to_weight += gradient.t() @ x[rows]
         ctx.largest = largest
-        ctx.save_for_backward(*((to_x, to_weight, to_bias) if learns else ()))
+        ctx.save_for_backward(*((to_x, to_weight, to_bias) if needs_gradients else ()))
         ctx.dtypes = weight.dtype, bias.dtype
         ctx.mark_non_differentiable(loss, hits, ids)
         return (loss * weights).sum(), loss, hits, ids

@@ -431,7 +431,7 @@ class PriorSystem(System):
         weights.require_same_config(diffusers_config, self.config)
         return state, []
 
-    def require_expressible(self) -> None:
+    def require_expressible_in_diffusers(self) -> None:
         weights.require_expressible_in_diffusers(self.config)
 
     def has_weight_decay(self, name: str, weight: Tensor) -> bool:

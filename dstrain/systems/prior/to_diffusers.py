@@ -83,7 +83,9 @@ def describe_export(system: PriorSystem) -> tuple[str, str, str]:
 
 
 def _choose_example_num_steps(system: PriorSystem) -> int:
-    """Returns the number of steps in the code of `describe_export`: 64, or all timesteps if there are fewer."""
+    """Returns the number of sampling steps in the example code of a model card: 64, or all timesteps if there are
+    fewer.
+    """
     return min(_STEPS, system.config.timesteps)
 
 
@@ -103,7 +105,7 @@ def save_export(
     from dstrain.systems.prior.pipeline import PriorPipeline
 
     config = system.config
-    system.require_expressible()
+    system.require_expressible_in_diffusers()
     state = {name: value.detach().float().cpu().contiguous() for name, value in nets["denoiser"].state_dict().items()}
     null = {name: state.pop(name) for name in list(state) if name.startswith("null_text_")}
     state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}

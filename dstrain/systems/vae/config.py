@@ -185,7 +185,7 @@ class Config(SystemConfig):
                     f"is {self.channels}: give one of each for every channel"
                 )
         require_suitable_picture_shape(
-            self.variant.perceptual, self.variant.discriminator, self.shape, f"{self.variant_name}."
+            self.variant.perceptual, self.variant.discriminator, self.image_shape, f"{self.variant_name}."
         )
         return self
 
@@ -205,7 +205,7 @@ class Config(SystemConfig):
         return 2 ** (self.discrete.num_layers if self.discrete else len(self.kl.block_out_channels) - 1)
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def image_shape(self) -> tuple[int, int, int]:
         """Returns (channels, height, width) of an image, in pixels."""
         return self.channels, self.image_size, self.image_size
 

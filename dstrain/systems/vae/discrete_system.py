@@ -65,7 +65,7 @@ class DiscreteSystem(AutoencoderSystem):
             normalization=discrete.normalization,
         )
 
-    def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+    def decode_and_compute_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """Runs the network. Returns three values:
 
         output  the decoder's output (B, C or 2C, H, W).

@@ -51,7 +51,7 @@ class KLSystem(AutoencoderSystem):
             config.mid_block_add_attention,
         )
 
-    def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+    def decode_and_compute_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """Runs the network. Returns the picture (B, C, H, W), {"kl": (B,), in nats, summed over a sample's latents},
         and the KL's part of the loss, (B,).
         """
@@ -142,7 +142,7 @@ class KLSystem(AutoencoderSystem):
         """
         return get_config_and_weights_to_hash(nets["autoencoder"])
 
-    def require_expressible(self) -> None:
+    def require_expressible_in_diffusers(self) -> None:
         """Does nothing, since diffusers' AutoencoderKL can express every choice of model.kl."""
 
     def list_block_classes(self) -> tuple[type[nn.Module], ...]:

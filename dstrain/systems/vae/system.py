@@ -69,7 +69,7 @@ class AutoencoderSystem(System):
         discriminator, last = self.config.variant.discriminator, self.get_last_decoder_layer(nets)
         by_last_layer = self.picture_loss.adversarial and discriminator.balance == "last_layer"
         with record_layer_inputs(last) if by_last_layer else nullcontext([]) as entered:
-            out, terms, coding = self.compute_output_and_code_loss(nets, example)
+            out, terms, coding = self.decode_and_compute_code_loss(nets, example)
         if not self.picture_loss.adversarial:
             terms |= self.compute_reconstruction_terms(nets, out, example)
             loss = (self.picture_loss.compute_reconstruction_loss(terms) + coding).mean()
@@ -92,7 +92,7 @@ class AutoencoderSystem(System):
         return {name: term.detach() for name, term in terms.items()} | {"loss": loss}
 
     @abstractmethod
-    def compute_output_and_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
+    def decode_and_compute_code_loss(self, nets: Nets, example: Example) -> tuple[Tensor, Terms, Tensor]:
         """Runs the network. Returns three values: the decoder's output (B, ...), the terms of the codes by name, (B,)
         each, and the codes' part of the loss, (B,).
         """
@@ -116,7 +116,7 @@ class AutoencoderSystem(System):
         """Replaces "image" in a batch by "x_start", float32 (B, C, H, W) in [-1, 1]. Raises ConfigError if the images
         have another shape than the model's.
         """
-        require_model_input_shape(batch["image"], self.config.shape, "channels")
+        require_model_input_shape(batch["image"], self.config.image_shape, "channels")
         return super().encode(batch)
 
     def make_pictures(self, nets: Nets, example: Example) -> dict[str, Tensor]:
@@ -145,7 +145,7 @@ class AutoencoderSystem(System):
         weights.require_same_config(diffusers_config, getattr(self.build_part_on_meta("autoencoder"), "config", {}))
         return state, []
 
-    def require_expressible(self) -> None:
+    def require_expressible_in_diffusers(self) -> None:
         """Raises ConfigError, since diffusers has no class for a discrete VAE. KLSystem overrides this."""
         raise ConfigError("diffusers has a class for model.kl alone, not for a discrete VAE: take --format safetensors")
 
@@ -155,5 +155,5 @@ class AutoencoderSystem(System):
         """
         positions = torch.arange(batch_size)
         key = rng.keys(0, 0, positions)
-        image = rng.integers(key, "image", 256, self.config.shape).to(torch.uint8)
+        image = rng.integers(key, "image", 256, self.config.image_shape).to(torch.uint8)
         return {"key": key, "position": positions, "image": image}

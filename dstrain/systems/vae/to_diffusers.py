@@ -74,7 +74,7 @@ def save_export(
     """
     from diffusers import AutoencoderKL
 
-    system.require_expressible()
+    system.require_expressible_in_diffusers()
     network = nets["autoencoder"]
     config = {name: value for name, value in network.config.items() if name[0] != "_"}
     config |= {"sample_size": system.config.image_size, "scaling_factor": get_statistics()["scaling_factor"]}

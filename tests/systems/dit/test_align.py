@@ -362,7 +362,7 @@ def test_projectors_are_not_exported() -> None:
     bare = {name: value for name, value in state.items() if not name.startswith("projectors.")}
     found, expected = (rename_to_diffusers(weights, 2, 10, True) for weights in (state, bare))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
-    aligned.require_expressible()
+    aligned.require_expressible_in_diffusers()
     assert "projectors of the alignment are left out" in describe_export(aligned)[1]
     assert "projectors" not in describe_export(plain)[1]
 

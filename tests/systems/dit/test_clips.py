@@ -297,7 +297,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the data\s+give \(1, 8, 8\)"):
         system.encode({"key": torch.arange(1), "video": torch.zeros(1, 5, 1, 8, 8), "caption": torch.zeros(1, 3)})
     with pytest.raises(ConfigError, match="video: the pipeline of an export draws images alone; take --format saf"):
-        DiTSystem(Config(**(TINY | {"video": {"frames": 3}}))).require_expressible()
+        DiTSystem(Config(**(TINY | {"video": {"frames": 3}}))).require_expressible_in_diffusers()
 
 
 def test_too_many_first_frames_are_refused_by_their_option(tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_what_is_dropped_reads_the_encoders_empty_text(tmp_path: Path) -> None:
         assert torch.equal(null["text"][1:], empty["text_encodings"]) and torch.equal(
             null["mask"][1:], empty["text_mask"]
         )
-    avoided = system.conditions_from_texts(["the moon"]) | system.conditions_to_avoid("", 1)
+    avoided = system.conditions_from_texts(["the moon"]) | system.make_negative_prompt_conditions("", 1)
     _, null = system.make_conditional_and_negative_arguments(Request(torch.arange(1), avoided))
     assert torch.equal(null["text"], empty["text_encodings"])
 
@@ -265,7 +265,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, share: float) -> No
     nets = system.networks()
     nets["denoiser"].load_state_dict(values)
     out = tmp_path / "out"
-    system.require_expressible()
+    system.require_expressible_in_diffusers()
     to_diffusers.save_export(system, nets, out)
     errors = to_diffusers.measure_export_errors(system, nets, out, system.encode(system.synthetic(4)))
     assert errors.keys() == ({"with text", "without text"} if share else {"with text"})
@@ -300,7 +300,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, share: float) -> No
 def test_what_pixart_cannot_express(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     """Oracle: the message names the entry, before anything is written."""
     with pytest.raises(ConfigError, match=re.escape(named)):
-        build_told(tmp_path, **changes)[0].require_expressible()
+        build_told(tmp_path, **changes)[0].require_expressible_in_diffusers()
 
 
 def test_another_encoder_is_not_exported(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path) -> None:
     nets = system.networks()
     nets["denoiser"].load_state_dict(values)
     out = tmp_path / "out"
-    system.require_expressible()
+    system.require_expressible_in_diffusers()
     to_diffusers.save_export(system, nets, out)
     errors = to_diffusers.measure_export_errors(system, nets, out, system.encode(system.synthetic(4)))
     assert errors.keys() == {"with text", "without text"} and max(errors.values()) < 1e-5
@@ -165,4 +165,4 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path) -> None:
 def test_sizes_that_the_pipeline_does_not_tell(tmp_path: Path, changes: dict[str, Any]) -> None:
     """Oracle: the message names the entry and the remedy, before anything is written."""
     with pytest.raises(ValueError, match="data.size_conditions: .*take --format safetensors"):
-        build_told(tmp_path, **(TOLD | changes))[0].require_expressible()
+        build_told(tmp_path, **(TOLD | changes))[0].require_expressible_in_diffusers()

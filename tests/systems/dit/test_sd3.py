@@ -367,7 +367,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, has_t5: bool) -> No
     nets = system.networks()
     nets["denoiser"].load_state_dict(values)
     out = tmp_path / "out"
-    system.require_expressible()
+    system.require_expressible_in_diffusers()
     to_diffusers.save_export(system, nets, out)
     errors = to_diffusers.measure_export_errors(system, nets, out, system.encode(system.synthetic(4)))
     assert errors.keys() == {"with text", "without text"} and max(errors.values()) < 2e-5
@@ -420,4 +420,4 @@ def test_full_masks_change_nothing(tmp_path: Path) -> None:
 def test_what_the_pipeline_cannot_express(tmp_path: Path, changes: dict[str, Any], named: str) -> None:
     """Oracle: the message names the entry, before anything is written."""
     with pytest.raises(ConfigError, match=re.escape(named)):
-        build_told(tmp_path, **changes)[0].require_expressible()
+        build_told(tmp_path, **changes)[0].require_expressible_in_diffusers()

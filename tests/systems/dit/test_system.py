@@ -333,4 +333,4 @@ def test_image_embeddings():
     with pytest.raises(ValueError, match="image_embed: this model draws from image embeddings"):
         system.encode({"image": torch.zeros(1, 1, 8, 8, dtype=torch.uint8), "key": example["key"][:1]})
     with pytest.raises(ValueError, match="embedding_dim: .* takes labels alone; take --format safetensors"):
-        build(embedding_dim=5, time_freq="diffusers").require_expressible()
+        build(embedding_dim=5, time_freq="diffusers").require_expressible_in_diffusers()

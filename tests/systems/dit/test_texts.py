@@ -134,10 +134,10 @@ def test_guidance_leads_away_from_a_negative_prompt() -> None:
         draw(system, nets, 1.0, system.conditions_from_texts(texts))
         for texts in (["a dark bag", "a light bag"], ["a coat"] * 2)
     )
-    guided = draw(system, nets, 3.0, prompts | system.conditions_to_avoid("a coat", 2))
+    guided = draw(system, nets, 3.0, prompts | system.make_negative_prompt_conditions("a coat", 2))
     assert torch.allclose(guided, away + 3 * (plain - away), atol=1e-5)
     usual = draw(system, nets, 3.0, prompts)
-    assert torch.equal(usual, draw(system, nets, 3.0, prompts | system.conditions_to_avoid("", 2)))
+    assert torch.equal(usual, draw(system, nets, 3.0, prompts | system.make_negative_prompt_conditions("", 2)))
     assert (usual - guided).abs().max() > 1e-3
     request = Request(torch.tensor([4, 4]), prompts, 2, guidance_scale=2.0)
     swapped = Request(torch.tensor([4, 4]), system.conditions_from_texts(["a light bag", "a dark bag"]), 2, None, 2.0)

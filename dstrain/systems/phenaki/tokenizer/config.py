@@ -103,7 +103,7 @@ class Config(SystemConfig):
                 f"num_frames {self.num_frames} is not 1 + a multiple of temporal_patch_size {p}: take "
                 f"{fewer} or {fewer + p}"
             )
-        require_suitable_picture_shape(self.perceptual, self.discriminator, self.shape)
+        require_suitable_picture_shape(self.perceptual, self.discriminator, self.frame_shape)
         return self
 
     @property
@@ -112,7 +112,7 @@ class Config(SystemConfig):
         return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
     @property
-    def shape(self) -> tuple[int, int, int]:
+    def frame_shape(self) -> tuple[int, int, int]:
         """Returns (channels, height, width) of a frame, in pixels."""
         return self.channels, *self.size
 

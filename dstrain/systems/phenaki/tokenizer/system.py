@@ -80,7 +80,7 @@ class TokenizerSystem(System):
         """
         example = {name: tensor for name, tensor in batch.items() if name not in ("image", "video")}
         video = batch["video"] if "video" in batch else batch["image"][:, None]  # (B, T, C, H, W)
-        require_model_input_shape(video, self.config.shape, "channels")
+        require_model_input_shape(video, self.config.frame_shape, "channels")
         total, surplus = video.shape[1], (video.shape[1] - 1) % self.temporal_patch_size
         if surplus:
             raise ConfigError(
@@ -329,7 +329,7 @@ class TokenizerSystem(System):
         """
         positions, total, p = torch.arange(batch_size), self.config.num_frames, self.temporal_patch_size
         key = rng.keys(0, 0, positions)
-        video = rng.integers(key, "video", 256, (total, *self.config.shape)).to(torch.uint8)
+        video = rng.integers(key, "video", 256, (total, *self.config.frame_shape)).to(torch.uint8)
         steps = (total - 1) // p
         frames = 1 + p * torch.tensor([steps, steps - steps // 2, 0])[positions % 3]
         return {"key": key, "position": positions, "video": video, "frames": frames}
