@@ -141,12 +141,12 @@ def _count_clips_by_duration(frames: Verified, data: Data) -> dict[str, int]:
 
 
 def _count_images_by_size(sizes: Verified) -> dict[str, Any]:
-    """Counts images by size, and returns a dict. Leaves out images with a side of 0, which could not be read.
+    """Counts images by size. Leaves out images with a side of 0, which could not be read. Returns a dict:
 
-    sizes: {"WIDTHxHEIGHT": number} of the ten most common sizes
-    other_sizes: how many other sizes there are
-    shorter_sides: the number of images by the range of their shorter side, in pixels
-    aspect_ratios: the number of images by the nearest of nine ratios of width to height, such as "16:9"
+    "sizes": {"WIDTHxHEIGHT": number} of the ten most common sizes
+    "other_sizes": how many other sizes there are
+    "shorter_sides": the number of images by the range of their shorter side, in pixels
+    "aspect_ratios": the number of images by the nearest of nine ratios of width to height, such as "16:9"
     """
     exact, sides, ratios = Counter[str](), Counter[str](), Counter[str]()
     names, logs = list(_RATIOS), np.log(list(_RATIOS.values()))

@@ -241,9 +241,10 @@ class Graphs:
         self, module: nn.Module, recompute: str, structure: tuple, *inputs: Any, **named: Any
     ) -> Any:
         """Returns what `run_block_forward` returns, computed by a compiled graph. The first call compiles the graph.
-        Later calls use it again if `structure`, `recompute` and the shapes of the inputs are the same, and gradients
-        are recorded as they were. Without gradients, the first dimension of the inputs may differ.
+        A later call uses it again if `structure`, `recompute`, the shapes of the inputs and whether gradients are
+        recorded are all the same. If gradients are not recorded, the first dimension of the inputs may differ.
 
+        recompute   what backward computes again, see `run_block_forward`
         structure   the structure of the module, as `make_structure_key` returns it
         """
         tensors = [value for value in (*inputs, *named.values()) if isinstance(value, Tensor) and value.ndim]

@@ -29,8 +29,8 @@ def average_channels(videos: Tensor) -> Tensor:
 
 def crop_around_items(frames: Tensor, side: int = 28) -> Tensor:
     """Crops each frame, float32 (N, H, W), to a square around the item that it shows. Resizes this to the input of the
-    built-in classifier: float32 (N, 1, side, side). The square is centred between the item's edges; its side is 28/32
-    of two thirds of the frame's shorter side.
+    built-in classifier: float32 (N, 1, side, side). The crop is centred between the item's edges, and is 7/12 as wide
+    as the frame's shorter side (rounded), as the pictures of items in built-in clips.
     """
     height, width = frames.shape[-2:]
     shown = 2 * min(height, width) // 3 * 28 / 32  # pixels

@@ -224,12 +224,12 @@ def _move_statistics_to_device(statistics: Statistics) -> Statistics:
 
 
 def build_training_metrics(run: Run, system: System, train: Source, unseen: Source | None) -> Quality | None:
-    """Returns a Quality, which measures every.metrics; its `prepare_reference` is not called yet. Returns None if
-    every.metrics is 0 or there is no metric.
+    """Returns a Quality, which measures once in `every.metrics` steps; its `prepare_reference` is not called yet.
+    Returns None if every.metrics is 0 or there is no metric.
 
     If samples.metrics is None, the metrics are chosen. With a samples.reference they are fid or, for videos, fvd.
-    Without one, they are fd for the built-in clothes and clips, and also accuracy if labels or captions are drawn for;
-    there are none for other data.
+    Without one, they are fd for the built-in clothes and clips, and also accuracy if samples are drawn from labels or
+    captions; there are none for other data.
 
     Raises ConfigError if the constructor of Quality does. Also raises it, even with every.metrics=0, if a metric or a
     network is unknown, or if save.best names a metric that is not measured.

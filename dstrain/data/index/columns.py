@@ -169,8 +169,8 @@ class Columns:
         }
 
     def make_index(self, layout: Layout) -> Index:
-        """Returns the index of the samples that were added. If there is a folder, also writes the index there, deletes
-        the journal, and, if labels got other numbers, writes the new ones in place of the old.
+        """Returns the index of the samples that were added. If there is a folder, also writes the index there and
+        deletes the journal of the listing. If classes got other numbers meanwhile, rewrites the column of labels.
 
         Raises ConfigError if there are no samples, or if labels do not fit the layout's classes.
         """

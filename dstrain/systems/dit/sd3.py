@@ -180,8 +180,8 @@ def build_transformer_on_meta(config: Config) -> nn.Module:
 
 
 def _build_trained_transformer(config: Config, network: DiT) -> nn.Module:
-    """Returns the trained network as an SD3Transformer2DModel. Its table of positions is the larger square of
-    sines_within, with the network's own positions in the middle.
+    """Converts the trained network to an SD3Transformer2DModel. Its table has the sines of a square of
+    sines_within[0] x sines_within[0] patches, in whose middle are the network's own positions.
     """
     transformer = build_transformer_on_meta(config)
     state = {name: value.float().cpu() for name, value in network.state_dict().items()}

@@ -114,8 +114,8 @@ class IDDPMSystem(System):
         return self._compute_losses(nets, example)
 
     def _compute_losses(self, nets: Nets, example: Example, t: Tensor | None = None) -> Terms:
-        """Returns the loss and other terms of each sample, (B,), at times t (B,). None: times are drawn from the
-        samples' keys.
+        """Returns the loss and other terms of each sample, (B,), at times t (B,). None: times are drawn at random,
+        seeded by each sample's key.
         """
         return self.process.compute_losses_at_drawn_times(self.make_conditional_network(nets, example), example, t)
 
