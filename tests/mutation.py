@@ -291,7 +291,7 @@ MISTAKES = [
     (
         "padding of texts read",
         "dstrain/systems/dit/trunk.py",
-        "_crop_mask_to_tokens(mask, x, keep) if number > self.joins else None",
+        "_crop_attention_mask_to_tokens(mask, x, keep) if number > self.joins else None",
         "None",
         f"{TEXTS}::test_padding_changes_nothing",
     ),

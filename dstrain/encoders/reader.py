@@ -62,7 +62,7 @@ class ReadsTexts(Section):
         return self.reads_texts and getattr(self, self.null_field) > 0
 
     @property
-    def learns_null(self) -> bool:
+    def learns_null_text(self) -> bool:
         """Returns whether the null text (see `has_null`) is a learned token, rather than the encoding of an
         empty text.
         """
@@ -80,7 +80,7 @@ class ReadsTexts(Section):
             "num_words": None if self.text_encodings_dim else self.num_words,
             "max_text_len": self.max_text_len,
             "encodings_dim": self.text_encodings_dim,
-            "learns_null": self.learns_null,
+            "learns_null": self.learns_null_text,
         }
 
     def require_encodings_dim(self) -> None:

@@ -72,7 +72,7 @@ SAMPLE = {
 def system_of(case: str, encoder: Path) -> DiTSystem:
     model = MODERN | CASES[case]
     if case == "repa":
-        model |= {"align": Align.fill_in_encoder({**model["align"], "path": str(encoder)})}
+        model |= {"align": Align.fill_in_encoder_fields({**model["align"], "path": str(encoder)})}
     return DiTSystem(Config(**model))
 
 

@@ -70,7 +70,7 @@ class Align(Section):
         return self
 
     @classmethod
-    def fill_in_encoder(cls, section: dict[str, Any]) -> dict[str, Any]:
+    def fill_in_encoder_fields(cls, section: dict[str, Any]) -> dict[str, Any]:
         """Returns the recipe's section `align` with two fields filled in: width and fingerprint of the vision encoder
         in the folder `path`. Returns the section unchanged if its kind is not repa, or if there is no such folder.
 

@@ -16,7 +16,7 @@ from dstrain.recipe import ConfigError, Run, Section
 from dstrain.recipe.shapes import Shape
 from dstrain.systems.base import Example, Request
 from dstrain.systems.beginnings import compute_last_kept_frame, require_valid_frame_shares
-from dstrain.systems.dit.conditions import Arguments, Condition
+from dstrain.systems.dit.conditions import Condition, ForwardArguments
 
 PRIME = "prime"  # given frames in a request's conditions, uint8 (N, K, C, H, W)
 
@@ -137,7 +137,7 @@ def list_clip_conflicts(video: Video | None, run: Run, image_size: int) -> list[
     return problems
 
 
-class Given(Condition):
+class GivenFrames(Condition):
     """The first frames of a clip that are given, (B, C + 1, T, H, W): the frames and, as the last channel, 1 in these
     frames. All else is zero.
     """
@@ -147,7 +147,7 @@ class Given(Condition):
     def __init__(self, video: Video, get_input_shape: Callable[[Shape | None, int | None], tuple[int, ...]]) -> None:
         self.video, self.get_input_shape = video, get_input_shape
 
-    def make_arguments_from_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> ForwardArguments:
         """Returns {"given": (B, C + 1, T, H, W)}: x_start with zeros in all frames but the given ones, and a last
         channel that is 1 in the given frames.
 
@@ -157,12 +157,12 @@ class Given(Condition):
         x_start, key, step = example["x_start"], example["key"], self.video.patch_frames
         choices = self.video.count_temporal_patches(min(self.video.given, x_start.shape[2] - step))
         if choices < 1:  # an image, or a clip that a step has cut to one
-            return {"given": _keep_first_frames_and_mark(x_start, torch.zeros_like(key))}
+            return {"given": _zero_later_frames_append_mask(x_start, torch.zeros_like(key))}
         count = 1 + step * rng.integers(key, "given", choices)
         share = rng.uniform(key, "given_share")
-        return {"given": _keep_first_frames_and_mark(x_start, torch.where(share < self.video.given_share, count, 0))}
+        return {"given": _zero_later_frames_append_mask(x_start, torch.where(share < self.video.given_share, count, 0))}
 
-    def make_arguments_from_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> ForwardArguments:
         """Returns {"given": (N, C + 1, T, H, W)} as DiTSystem.sample has put it into the request; zeros, which mean
         that no frame is given, if the request has none.
         """
@@ -190,7 +190,7 @@ class Given(Condition):
         """Returns {}, since `make_arguments_from_example` takes the given frames from the batch's own clips."""
         return {}
 
-    def pad_given_to_clips(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def pad_frames_to_clips(self, given: Tensor, shape: tuple[int, ...]) -> Tensor:
         """Turns first frames (N, C, K, H, W) into the network's input `given`, (N, C + 1, T, H, W): zeros follow the K
         frames, and a last channel is 1 in the K frames. shape: (C, T, H, W) of a clip. Raises ConfigError unless K < T,
         and if height or width differ.
@@ -203,14 +203,14 @@ class Given(Condition):
                 "frames, of the clip's size"
             )
         clips[:, :, : given.shape[2]] = given
-        return _keep_first_frames_and_mark(clips, torch.full((len(given),), given.shape[2], device=given.device))
+        return _zero_later_frames_append_mask(clips, torch.full((len(given),), given.shape[2], device=given.device))
 
 
-def _keep_first_frames_and_mark(clips: Tensor, count: Tensor) -> Tensor:
+def _zero_later_frames_append_mask(clips: Tensor, given_count: Tensor) -> Tensor:
     """Turns clips (B, C, T, H, W) into the network's input `given`, (B, C + 1, T, H, W): sets all frames after the
-    first `count`, int64 (B,), to zero, and adds a last channel that is 1 in the first `count` frames.
+    first `given_count`, int64 (B,), to zero, and adds a last channel that is 1 in the first `given_count` frames.
     """
-    is_given = torch.arange(clips.shape[2], device=clips.device) < count[:, None]  # (B, T)
+    is_given = torch.arange(clips.shape[2], device=clips.device) < given_count[:, None]  # (B, T)
     mark = is_given[:, None, :, None, None].to(clips.dtype).expand(-1, 1, -1, *clips.shape[3:])
     return torch.cat((clips * mark, mark), dim=1)
 

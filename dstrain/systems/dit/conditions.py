@@ -25,7 +25,7 @@ from dstrain.recipe import ConfigError
 from dstrain.recipe.shapes import Shape
 from dstrain.systems.base import Batch, Example, Request
 
-Arguments = dict[str, Tensor]
+ForwardArguments = dict[str, Tensor]
 NEGATIVE = "negative_"  # stands before the names of a negative prompt's inputs in a request
 TIME_FEATURES = 256  # number of sinusoids of a timestep, or of random frequencies
 
@@ -246,23 +246,23 @@ class Condition:
         """
         return {}
 
-    def make_arguments_from_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> ForwardArguments:
         """Returns the network's keyword arguments for this condition, (B, ...) each, from an example. Conditions that
         data may lack raise ConfigError if the example lacks them.
         """
         return {self.argument: example[self.name]}
 
-    def make_arguments_from_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> ForwardArguments:
         """Returns the network's keyword arguments for this condition, (N, ...) each, from a request for N samples."""
         return {self.argument: request.conditions[self.name]}
 
-    def make_null_arguments(self, arguments: Arguments) -> Arguments:
+    def make_null_arguments(self, arguments: ForwardArguments) -> ForwardArguments:
         """Returns keyword arguments that mean "no condition", such as the label for none, with the shapes of
         `arguments`. By default returns {}, which means that the condition is never dropped.
         """
         return {}
 
-    def make_negative_arguments(self, request: Request, arguments: Arguments) -> Arguments:
+    def make_negative_arguments(self, request: Request, arguments: ForwardArguments) -> ForwardArguments:
         """Returns the keyword arguments for the prediction that guidance leads samples away from. For texts they are
         those of the request's negative prompt, if there is one. By default returns what `make_null_arguments` does.
         """
@@ -290,7 +290,7 @@ class Label(Condition):
     def __init__(self, num_classes: int) -> None:
         self.num_classes = num_classes
 
-    def make_arguments_from_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> ForwardArguments:
         """Returns {"y": int64 (B,)}, the example's labels; zeros if it has none and there is only one class. Raises
         ConfigError if it has none and there are several.
         """
@@ -303,11 +303,11 @@ class Label(Condition):
             "set num_classes to 1 for an unconditional model"
         )
 
-    def make_arguments_from_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> ForwardArguments:
         """Returns {"y": int64 (N,)}, the request's labels; if it has none, each sample's seed modulo num_classes."""
         return {"y": request.conditions.get("label", request.seeds % self.num_classes)}
 
-    def make_null_arguments(self, arguments: Arguments) -> Arguments:
+    def make_null_arguments(self, arguments: ForwardArguments) -> ForwardArguments:
         return {"y": torch.full_like(arguments["y"], self.num_classes)}
 
     def draw_synthetic_tensors(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
@@ -324,12 +324,12 @@ class Sizes(Condition):
     def __init__(self, image_size: int) -> None:
         self.image_size = image_size
 
-    def make_arguments_from_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> ForwardArguments:
         if "size" not in example:
             raise ConfigError("size_conditions: the data say no sizes; write data.size_conditions=false")
         return {"size": example["size"]}
 
-    def make_arguments_from_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> ForwardArguments:
         return {"size": self._make_uncropped_sizes(request.size or (self.image_size, self.image_size), request.seeds)}
 
     def draw_synthetic_tensors(self, key: Tensor, size: Shape) -> dict[str, Tensor]:
@@ -366,7 +366,7 @@ class ImageEmbedding(Condition):
                 f"or train with model.embedding_dim={actual}"
             )
 
-    def make_null_arguments(self, arguments: Arguments) -> Arguments:
+    def make_null_arguments(self, arguments: ForwardArguments) -> ForwardArguments:
         return {"embed": torch.zeros_like(arguments["embed"])}
 
     def make_conditions_from_images(self, images: Tensor) -> dict[str, Tensor]:
@@ -403,20 +403,20 @@ class Text(Condition):
             )
         return {"text": example["text"], "text_mask": example["mask"]}
 
-    def make_arguments_from_example(self, example: Example) -> Arguments:
+    def make_arguments_from_example(self, example: Example) -> ForwardArguments:
         return {"text": example["text"], "mask": example["text_mask"]}
 
-    def make_arguments_from_request(self, request: Request) -> Arguments:
+    def make_arguments_from_request(self, request: Request) -> ForwardArguments:
         inputs = select_text_inputs(request.conditions) or self.reader.make_null_inputs(len(request.seeds))
         arguments = self._replace_empty_texts(
             _make_text_arguments(self.reader.make_batch_inputs({**inputs, "key": request.seeds}))
         )
         return {name: value.to(request.seeds.device) for name, value in arguments.items()}
 
-    def make_null_arguments(self, arguments: Arguments) -> Arguments:
+    def make_null_arguments(self, arguments: ForwardArguments) -> ForwardArguments:
         return self._replace_empty_texts({"text": arguments["text"], "mask": torch.zeros_like(arguments["mask"])})
 
-    def make_negative_arguments(self, request: Request, arguments: Arguments) -> Arguments:
+    def make_negative_arguments(self, request: Request, arguments: ForwardArguments) -> ForwardArguments:
         """Returns the network's arguments for the negative prompts of a request, held there in tensors whose names
         begin with `negative_`. Returns those of the null text if the request has no such tensors.
         """
@@ -427,12 +427,12 @@ class Text(Condition):
         negative = self._replace_empty_texts(negative)
         return {name: value.to(arguments[name].device) for name, value in negative.items()}
 
-    def _replace_empty_texts(self, arguments: Arguments) -> Arguments:
+    def _replace_empty_texts(self, arguments: ForwardArguments) -> ForwardArguments:
         """Returns the arguments with each text of which no token is read replaced by the encoder's empty text. Returns
         the arguments unchanged if the null text is a learned token, or if the network has none.
         """
         config = self.reader.config
-        if config.learns_null or not config.has_null:
+        if config.learns_null_text or not config.has_null:
             return arguments
         text, mask = arguments["text"], arguments["mask"]
         empty = _make_text_arguments(self.reader.encode_empty_text(text.device))
@@ -446,7 +446,7 @@ class Text(Condition):
         return draw_synthetic_texts(self.reader.config, key)
 
 
-def _make_text_arguments(inputs: TextInputs) -> Arguments:
+def _make_text_arguments(inputs: TextInputs) -> ForwardArguments:
     """Returns text inputs under the names of the network's arguments: text and mask. For hashed words the mask is True
     where the id is not 0.
     """

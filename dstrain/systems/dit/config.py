@@ -19,7 +19,7 @@ from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.shapes import require_divisible_sides
 from dstrain.systems.base import list_indivisible_counts
 from dstrain.systems.dit.align import Align, require_valid_block_numbers
-from dstrain.systems.dit.clips import Given, Video, list_clip_conflicts
+from dstrain.systems.dit.clips import GivenFrames, Video, list_clip_conflicts
 from dstrain.systems.dit.conditions import Condition, ImageEmbedding, Label, Sizes, Text
 from dstrain.systems.dit.fields import Fields
 from dstrain.systems.dit.first_stage import FirstStage, Latents
@@ -221,7 +221,7 @@ class Config(Fields):
         if isinstance(model.get("latents"), dict):
             model = {**model, "latents": Latents.fill_in_channel_moments(model["latents"], index, stage)}
         if isinstance(model.get("align"), dict):
-            model = {**model, "align": Align.fill_in_encoder(model["align"])}
+            model = {**model, "align": Align.fill_in_encoder_fields(model["align"])}
         if isinstance(model.get("video"), dict):
             model = {**model, "video": Video.fill_in_clip_shape(model["video"], run)}
         # The section's own codes are replaced: they may be those of another cache.
@@ -314,7 +314,7 @@ class Config(Fields):
             )
         joining, what = self.tokens.time + self.tokens.label, "condition tokens of model.tokens"
         if self.reads_texts and not self.cross_attention:
-            joining += self.max_text_len - bool(self.text_pooled_dim) + self.learns_null
+            joining += self.max_text_len - bool(self.text_pooled_dim) + self.learns_null_text
             what += " and of texts, with a learned null"
         if joining:
             counts[what] = joining
@@ -388,7 +388,7 @@ class Config(Fields):
         if self.size_conditions:
             conditions.append(Sizes(self.image_size))
         if self.video and self.video.given:
-            conditions.append(Given(self.video, self.get_input_shape))
+            conditions.append(GivenFrames(self.video, self.get_input_shape))
         return tuple(conditions)
 
     def make_process(self) -> Process:

@@ -160,7 +160,7 @@ class Fields(SystemConfig, ReadsTexts):
         return self.reads_texts and self.block.joint and self.text_pooled_dim > 0 and self.null_text == "encoder"
 
     @property
-    def learns_null(self) -> bool:
+    def learns_null_text(self) -> bool:
         """Returns whether the null text, the input for no text, is a learned token rather than the encoding of an empty
         text.
         """

@@ -57,7 +57,7 @@ class Layout(NamedTuple):
     swapped: tuple[str, ...] = ()
     """Our names of layers that give scale and shift there, and shift and scale here; {last} is the last block."""
 
-    def require_matching_training(self, layout_name: str, config: Any) -> None:
+    def require_config_fits_layout(self, layout_name: str, config: Any) -> None:
         """Raises ConfigError if a field of the model's section `config` differs from what networks of this layout were
         trained with: objective, prediction, chain, scale of times, joint blocks. layout_name: the layout's, for the
         message.
@@ -268,14 +268,14 @@ def translate_weights_from_layout(
             _require_same_rotation_table(key, value, match[2], grid, head_dims)
             notes.append(f"{key}: computed here, and equal to the file's")
             continue
-        if reason := _find_matching_reason(key, layout.refused):
+        if reason := _find_exclusion_reason(key, layout.refused):
             raise ConfigError(f"weights: {key}: {reason}")
-        if reason := _find_matching_reason(key, layout.left):
+        if reason := _find_exclusion_reason(key, layout.left):
             left[reason] += 1
             if left[reason] == 1:
                 notes.append(f"{key}: left out: {reason}")
             continue
-        translated[_translate_to_our_name(key, layout, depth)] = value
+        translated[_translate_weight_name_from_layout(key, layout, depth)] = value
     _swap_scale_and_shift(translated, layout, depth)
     notes += [f"{count} weights are left out: {reason}" for reason, count in left.items() if count > 1]
     if "x_embedder.wide.weight" in translated:
@@ -307,7 +307,7 @@ def translate_weights_to_layout(
             for letter, part in zip(letters, parts, strict=True):
                 found[key.replace(f".{letters[0]}.", f".{letter}.")] = part.clone()
     return {
-        key: found[key] if key in found else state[_translate_to_our_name(key, layout, 0)].clone()
+        key: found[key] if key in found else state[_translate_weight_name_from_layout(key, layout, 0)].clone()
         for key in published_names
     }
 
@@ -370,14 +370,14 @@ def reverse_time_in_weights(state: dict[str, Tensor], negate_output: bool) -> No
             state[name] = -state[name]
 
 
-def _find_matching_reason(name: str, patterns_and_reasons: Sequence[tuple[str, str]]) -> str | None:
-    """Returns the reason from the first (pattern, reason) pair whose pattern matches the weight's name `name`; None if
-    none matches.
+def _find_exclusion_reason(weight_name: str, patterns_and_reasons: Sequence[tuple[str, str]]) -> str | None:
+    """Returns the reason from the first (pattern, reason) pair whose pattern matches `weight_name`; None if none
+    matches.
     """
-    return next((reason for pattern, reason in patterns_and_reasons if re.fullmatch(pattern, name)), None)
+    return next((reason for pattern, reason in patterns_and_reasons if re.fullmatch(pattern, weight_name)), None)
 
 
-def _translate_to_our_name(key: str, layout: Layout, depth: int) -> str:
+def _translate_weight_name_from_layout(key: str, layout: Layout, depth: int) -> str:
     """Returns our name for the weight that a layout calls `key`; `key` itself if both names are the same. depth: number
     of blocks of the first trunk.
     """

@@ -179,7 +179,7 @@ class DiT(nn.Module):
         """Sets the table of positions, pos_embed. All weights belong to submodules, which set their own."""
         if self.sines:
             with torch.no_grad():
-                self.pos_embed.copy_(self.compute_position_sines(self.grid, self.grid))
+                self.pos_embed.copy_(self.compute_sincos_position_embeddings(self.grid, self.grid))
 
     def forward(
         self,
@@ -295,14 +295,16 @@ class DiT(nn.Module):
         positions = self.pos_embed
         if not high == wide == self.grid:
             if (high, wide) not in self._positions:
-                self._positions[high, wide] = self.compute_position_sines(high, wide)[None].to(self.pos_embed.device)
+                self._positions[high, wide] = self.compute_sincos_position_embeddings(high, wide)[None].to(
+                    self.pos_embed.device
+                )
             positions = self._positions[high, wide]
         for count in times:
             of_times = make_sincos_frame_positions(positions.shape[-1], count).to(positions.device)
             positions = (of_times[:, None] + positions).flatten(0, 1)[None]
         return positions
 
-    def compute_position_sines(self, rows: int, columns: int) -> Tensor:
+    def compute_sincos_position_embeddings(self, rows: int, columns: int) -> Tensor:
         """Returns the sines and cosines that embed the positions in a grid of rows x columns patches, float32 (rows *
         columns, D). Without sines_within each side runs over the same range, whatever its number of patches. With
         sines_within the grid is the middle of a larger square.

@@ -92,7 +92,7 @@ class ClassPipeline(DiffusionPipeline):
         low, high = guidance_interval or (0, float("inf"))
         for t in self.progress_bar(scheduler.timesteps):
             out = self._predict_guided(
-                x, t.to(device), y, guidance_scale if low <= self._compute_noise_ratio(t) <= high else 1
+                x, t.to(device), y, guidance_scale if low <= self._compute_noise_to_signal_ratio(t) <= high else 1
             )
             x = scheduler.step(out if learned else out[:, : shape[1]], t, x, **options).prev_sample
         if self.vae is not None and output_type != "latent":
@@ -106,7 +106,7 @@ class ClassPipeline(DiffusionPipeline):
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)
 
-    def _compute_noise_ratio(self, t):
+    def _compute_noise_to_signal_ratio(self, t):
         """Returns sigma / alpha, the noise level at timestep t, as a float; infinity if alpha is 0."""
         if hasattr(self.scheduler, "alphas_cumprod"):
             kept = float(self.scheduler.alphas_cumprod[int(t)])

@@ -75,7 +75,7 @@ def rename_from_diffusers(
     diffusers_config: the content of its config.json. Raises ConfigError for a field that differs from the recipe's, or
     that is unknown here.
     """
-    LAYOUTS["sd3"].require_matching_training("sd3", config)
+    LAYOUTS["sd3"].require_config_fits_layout("sd3", config)
     expected = make_diffusers_sd3_arguments(config)
     if unknown := sorted(name for name in diffusers_config if name not in expected and not name.startswith("_")):
         raise ConfigError(
@@ -108,7 +108,7 @@ def crop_positions_to_grid(state: dict[str, Tensor], notes: list[str], network: 
         )
     top = (most - grid) // 2
     cut = table.view(most, most, -1)[top : top + grid, top : top + grid].reshape(1, grid * grid, -1)
-    computed = network.compute_position_sines(grid, grid)[None]
+    computed = network.compute_sincos_position_embeddings(grid, grid)[None]
     note = f"{_POSITIONS}: {grid} x {grid} patches in the middle of the file's {most} x {most}"
     if torch.allclose(cut.float(), computed, rtol=0, atol=_TOLERANCE):
         return state | {_POSITIONS: computed}, [*notes, f"{note}, equal to those computed here"]
@@ -129,7 +129,7 @@ def require_expressible_in_diffusers(config: Config) -> None:
             )
     if config.block.qk_norm == "layer":
         raise ConfigError(f"block.qk_norm: diffusers' {CLASS} has norms by rms or none; take --format safetensors")
-    if config.learns_null or config.text_encoder is None:
+    if config.learns_null_text or config.text_encoder is None:
         raise ConfigError(
             "null_text: diffusers' StableDiffusion3Pipeline takes the encoders' empty text; name them "
             "(model.text_encoder), train on for a while with model.null_text=encoder and init_from= this run, or take "
@@ -186,7 +186,7 @@ def _build_trained_transformer(config: Config, network: DiT) -> nn.Module:
     transformer = build_transformer_on_meta(config)
     state = {name: value.float().cpu() for name, value in network.state_dict().items()}
     most, grid = config.sines_within[0], network.grid
-    table, top = network.compute_position_sines(most, most).view(most, most, -1), (most - grid) // 2
+    table, top = network.compute_sincos_position_embeddings(most, most).view(most, most, -1), (most - grid) // 2
     table[top : top + grid, top : top + grid] = state[_POSITIONS].view(grid, grid, -1)
     state[_POSITIONS] = table.flatten(0, 1)[None]
     state = translate_weights_to_layout(state, "sd3", list(transformer.state_dict()), len(network.blocks))

@@ -27,8 +27,8 @@ from dstrain.systems.base import CHOICES, Batch, Example, Nets, Progress, Reques
 from dstrain.systems.dit import sd3, weights
 from dstrain.systems.dit.align import Alignment, add_internal_guidance, require_encoder_or_features, warn_if_few_tokens
 from dstrain.systems.dit.blocks import Block, JointBlock
-from dstrain.systems.dit.clips import PRIME, Given, decode_clips, encode_clips
-from dstrain.systems.dit.conditions import NEGATIVE, Arguments
+from dstrain.systems.dit.clips import PRIME, GivenFrames, decode_clips, encode_clips
+from dstrain.systems.dit.conditions import NEGATIVE, ForwardArguments
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.first_stage import load_first_stage
 from dstrain.systems.dit.layouts import LAYOUTS, recognise_layout, translate_weights_from_layout
@@ -200,11 +200,11 @@ class DiTSystem(System):
         for condition in self.network_conditions:
             condition.require_valid_tensors(batch)
 
-    def _make_condition_arguments(self, example: Example, drop: bool = False) -> Arguments:
+    def _make_condition_arguments(self, example: Example, drop: bool = False) -> ForwardArguments:
         """Returns the network's keyword arguments for the conditions of an example, (B, ...) each. drop: whether all
         conditions of a sample are replaced, with probability class_dropout_prob, by null ones.
         """
-        arguments: Arguments = {}
+        arguments: ForwardArguments = {}
         for condition in self.network_conditions:
             arguments |= condition.make_arguments_from_example(example)
         if drop:
@@ -212,9 +212,9 @@ class DiTSystem(System):
             for condition in self.network_conditions:
                 for name, value in condition.make_null_arguments(arguments).items():
                     arguments[name] = torch.where(dropped.view(-1, *(1,) * (value.ndim - 1)), value, arguments[name])
-        return self._drop_mask_if_unused(arguments)
+        return self._drop_text_mask_if_unused(arguments)
 
-    def _drop_mask_if_unused(self, arguments: Arguments) -> Arguments:
+    def _drop_text_mask_if_unused(self, arguments: ForwardArguments) -> ForwardArguments:
         """Returns the arguments without `mask` if the model reads all tokens of every text: attention without a mask
         has faster kernels.
         """
@@ -323,8 +323,8 @@ class DiTSystem(System):
         """Returns the request with one more condition, "given" (N, C + 1, T, H, W): the first frames `first_frames`,
         encoded, then zeros up to a clip of `shape` = (C, T, H, W), and a last channel that is 1 in the first frames.
         """
-        (condition,) = (condition for condition in self.network_conditions if isinstance(condition, Given))
-        given = condition.pad_given_to_clips(self._encode_clips(first_frames, rng.keys_of_seeds(request.seeds)), shape)
+        (condition,) = (condition for condition in self.network_conditions if isinstance(condition, GivenFrames))
+        given = condition.pad_frames_to_clips(self._encode_clips(first_frames, rng.keys_of_seeds(request.seeds)), shape)
         return replace(request, conditions={**request.conditions, "given": given})
 
     def _decode_to_uint8(self, x_start: Tensor) -> Tensor:
@@ -353,17 +353,17 @@ class DiTSystem(System):
                 "name another run"
             )
 
-    def make_conditional_and_negative_arguments(self, request: Request) -> tuple[Arguments, Arguments]:
+    def make_conditional_and_negative_arguments(self, request: Request) -> tuple[ForwardArguments, ForwardArguments]:
         """Returns the network's keyword arguments for the samples of a request, twice: with their conditions, and for
         the prediction that guidance leads away from, with null conditions or negative prompts.
         """
-        arguments: Arguments = {}
+        arguments: ForwardArguments = {}
         for condition in self.network_conditions:
             arguments |= condition.make_arguments_from_request(request)
         null = dict(arguments)
         for condition in self.network_conditions:
             null |= condition.make_negative_arguments(request, arguments)
-        return self._drop_mask_if_unused(arguments), self._drop_mask_if_unused(null)
+        return self._drop_text_mask_if_unused(arguments), self._drop_text_mask_if_unused(null)
 
     def _make_guided_network(self, nets: Nets, request: Request) -> Network:
         guide, internal = nets.get("guide"), self.config.internal
@@ -405,7 +405,7 @@ class DiTSystem(System):
             left = [f"{weights.NULL_TEXT}: left out, since null_text is encoder"]
         network, positions = self.build_part_on_meta(part), state.get("pos_embed")
         if network.sines_within and positions is not None and positions.shape[1] != network.grid**2:
-            state = {**state, "pos_embed": network.compute_position_sines(network.grid, network.grid)[None]}
+            state = {**state, "pos_embed": network.compute_sincos_position_embeddings(network.grid, network.grid)[None]}
             left.append(f"pos_embed: computed for {network.grid} x {network.grid} patches")
         values, notes = weights.adapt_weights(state, network)
         lacks_null = weights.NULL_TEXT in values and weights.NULL_TEXT not in state
@@ -428,7 +428,7 @@ class DiTSystem(System):
         layout = self.config.layout or recognise_layout(state)
         if layout is None:
             return state, []
-        LAYOUTS[layout].require_matching_training(layout, self.config)
+        LAYOUTS[layout].require_config_fits_layout(layout, self.config)
         network = self.build_part_on_meta(part)
         heads = [network.head_dim, network.final_layer.head_dim] if self.config.wide else [network.head_dim]
         translated = translate_weights_from_layout(

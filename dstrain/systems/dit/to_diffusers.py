@@ -124,7 +124,7 @@ def describe_export(system: DiTSystem) -> tuple[str, str, str]:
         notes.append(f"trained without dropped {dropped}: sample with guidance_scale=1")
     if config.align is not None and config.align.kind == "repa":
         notes.append("the projectors of the alignment are left out: training alone reads them")
-    reason = None if config.reads_texts else weights.describe_inexpressible_field(config)
+    reason = None if config.reads_texts else weights.describe_field_inexpressible_in_diffusers(config)
     if reason:
         notes.append(
             f"the network's code is in transformer/: diffusers' DiTTransformer2DModel cannot hold it ({reason})"
@@ -190,7 +190,7 @@ def save_export(
         return
     scheduler, vae = _build_scheduler(system), _load_diffusers_autoencoder(config)
     folder.mkdir(parents=True, exist_ok=True)
-    if weights.describe_inexpressible_field(config) is None:
+    if weights.describe_field_inexpressible_in_diffusers(config) is None:
         transformer = _build_diffusers_transformer(system, network)
     else:
         transformer = _write_and_build_class_transformer(system, network, folder / "transformer")
@@ -264,14 +264,14 @@ def measure_export_errors(
     config, key = system.config, example["key"][:_COUNT]
     device = key.device
     if config.reads_texts:
-        return _measure_errors_with_texts(system, nets, folder, example)
+        return _measure_text_model_export_errors(system, nets, folder, example)
     own = list((folder / "transformer").glob("network_*.py"))
     kind = _import_class_transformer(own[0]) if own else DiTTransformer2DModel
     exported = kind.from_pretrained(folder / "transformer", low_cpu_mem_usage=False).to(device).eval()
     null = exported.config.num_embeds_ada_norm  # in the trained network it is num_classes
     t = system.process.make_evenly_spaced_times(len(key), device)
     x, y = rng.normal(key, "start", system.shape), rng.integers(key, "label", config.num_classes)
-    network = _make_reference_predictor(system, nets)
+    network = _make_predictor_like_export(system, nets)
     results = {"with label": measure_relative_error(exported(x, t, y).sample, network(x, t, y=y))}
     if config.class_dropout_prob:
         truth = network(x, t, y=torch.full_like(y, config.num_classes))
@@ -279,7 +279,7 @@ def measure_export_errors(
     return results
 
 
-def _measure_errors_with_texts(
+def _measure_text_model_export_errors(
     system: DiTSystem, nets: Mapping[str, nn.Module], folder: Path, example: Example
 ) -> dict[str, float]:
     import diffusers
@@ -341,7 +341,7 @@ def _make_trained_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) ->
     return add_internal_guidance(nets["denoiser"], internal.scale) if internal else nets["denoiser"]
 
 
-def _make_reference_predictor(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
+def _make_predictor_like_export(system: DiTSystem, nets: Mapping[str, nn.Module]) -> Callable[..., Tensor]:
     """Returns a function of x, t and conditions that predicts, with the trained network, what the exported network
     should: with internal guidance if there is a second head, and converted to velocities for a flow.
     """
@@ -381,7 +381,7 @@ def _uses_stock_pipeline(system: DiTSystem) -> bool:
     if config.reads_texts:
         return True
     return (
-        weights.describe_inexpressible_field(config) is None
+        weights.describe_field_inexpressible_in_diffusers(config) is None
         and system.process.scheduler == "DDIMScheduler"
         and config.first_stage is not None
         and config.num_classes <= _NULL

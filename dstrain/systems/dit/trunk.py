@@ -52,7 +52,9 @@ class Trunk(nn.ModuleList):
             if tokens is not None and number == self.joins + 1:
                 x = torch.cat((x, tokens), dim=1)
             if mask is not None:
-                inputs = inputs._replace(mask=_crop_mask_to_tokens(mask, x, keep) if number > self.joins else None)
+                inputs = inputs._replace(
+                    mask=_crop_attention_mask_to_tokens(mask, x, keep) if number > self.joins else None
+                )
             if rotation is not None:
                 inputs = inputs._replace(rotation=rotation[:, :, : x.shape[1]])
             if joint:
@@ -66,7 +68,7 @@ class Trunk(nn.ModuleList):
         return x if tokens is None else x[:, :count], tapped
 
 
-def _crop_mask_to_tokens(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
+def _crop_attention_mask_to_tokens(mask: Tensor, x: Tensor, keep: Tensor | None) -> Tensor:
     """Returns the last entries of a mask (B, 1, 1, N + K), as many as the block's tokens x. The image's N entries come
     first and are all True, so it does not matter which of the image's tokens x lacks. Returns the whole mask if `keep`
     is None.

@@ -218,7 +218,7 @@ def rename_from_pixart(
     diffusers_config: the content of its config.json. Raises ConfigError for another class, or a field that differs from
     the recipe's.
     """
-    LAYOUTS["pixart"].require_matching_training("pixart", config)
+    LAYOUTS["pixart"].require_config_fits_layout("pixart", config)
     _require_same_config(diffusers_config, PIXART_CLASSES, make_diffusers_pixart_arguments(config))
     size, scale = diffusers_config["sample_size"], diffusers_config.get("interpolation_scale")
     if scale is None:
@@ -362,7 +362,7 @@ def list_objective_differences(diffusers_config: Mapping[str, Any], config: Conf
     ]
 
 
-def describe_inexpressible_field(config: Config) -> str | None:
+def describe_field_inexpressible_in_diffusers(config: Config) -> str | None:
     """Returns "FIELD: reason" for the first field that diffusers' DiTTransformer2DModel cannot express; None if it can
     hold the network. Always returns None for a model of texts, which other classes hold.
     """
@@ -410,7 +410,7 @@ def _require_expressible_by_pixart(config: Config) -> None:
                 f"{name}: diffusers' PixArtTransformer2DModel has PixArt's blocks, texts and chain alone; take "
                 "--format safetensors, or train with the choices of size PixArt-XL/2"
             )
-    if config.learns_null:
+    if config.learns_null_text:
         raise ConfigError(
             "null_text: this one is learned, and PixArt's is what its encoder makes of an empty text; train on for a "
             "while with model.null_text=encoder and init_from= this run, or take --format safetensors"

@@ -124,7 +124,7 @@ class Config(SystemConfig):
                 f"channel_mult must be given where image_size is {self.image_size}, for example "
                 f"{_propose_channel_mult(self.image_size)}; it is known for {', '.join(map(str, CHANNEL_MULT))}"
             )
-        mults, sides = self.resolved_channel_mult, self.level_sides
+        mults, sides = self.resolved_channel_mult, self.feature_map_sides
         if not mults or min(mults) < 1:
             raise ConfigError(
                 f"channel_mult {list(mults)} needs a factor of 1 or more for each level, for example "
@@ -142,8 +142,8 @@ class Config(SystemConfig):
         unknown = [side for side in self.attention_resolutions if side not in sides]
         if unknown:
             raise ConfigError(
-                f"attention_resolutions: {_format_numbers(unknown)} never occurs; the levels of image_size "
-                f"{self.image_size} are {_format_numbers(sides)}"
+                f"attention_resolutions: {_join_with_commas(unknown)} never occurs; the levels of image_size "
+                f"{self.image_size} are {_join_with_commas(sides)}"
             )
         if self.num_channels % GROUPS:
             raise ConfigError(
@@ -179,7 +179,7 @@ class Config(SystemConfig):
         """
         with_attention = {
             factor
-            for factor, side in zip(self.resolved_channel_mult, self.level_sides)
+            for factor, side in zip(self.resolved_channel_mult, self.feature_map_sides)
             if side in self.attention_resolutions
         }
         for key, heads, factors in (
@@ -189,7 +189,7 @@ class Config(SystemConfig):
             widths = [factor * self.num_channels for factor in sorted(factors)]
             if indivisible := [width for width in widths if width % heads]:
                 raise ConfigError(
-                    f"{key} {heads} does not divide {_format_numbers(indivisible)}, the channels of a level with "
+                    f"{key} {heads} does not divide {_join_with_commas(indivisible)}, the channels of a level with "
                     "attention; take another number of heads or num_channels"
                 )
 
@@ -215,7 +215,7 @@ class Config(SystemConfig):
                 f"samples.num_steps={samples.num_steps} and model.timestep_respacing="
                 f"{self.timestep_respacing}, which keeps {self.count_respaced_steps()}, differ: make both equal"
             )
-        if samples.guidance_scale != 1 and not self.has_null:
+        if samples.guidance_scale != 1 and not self.has_null_label:
             problems.append(
                 f"samples.guidance_scale={samples.guidance_scale:g}: this model has no null label: write "
                 "samples.guidance_scale=1, or model.class_cond=true model.class_dropout_prob=0.1"
@@ -241,7 +241,7 @@ class Config(SystemConfig):
         return self.num_classes if self.class_cond else None
 
     @property
-    def has_null(self) -> bool:
+    def has_null_label(self) -> bool:
         """Returns whether the label table has a row for "no label": the last, behind one row for each class."""
         return self.class_cond and self.class_dropout_prob > 0
 
@@ -253,7 +253,7 @@ class Config(SystemConfig):
         return self.channel_mult if self.channel_mult is not None else CHANNEL_MULT[self.image_size]
 
     @property
-    def level_sides(self) -> tuple[int, ...]:
+    def feature_map_sides(self) -> tuple[int, ...]:
         """Returns the side of each level's feature maps for images of image_size, in pixels, the largest first."""
         return tuple(self.image_size // 2**level for level in range(len(self.resolved_channel_mult)))
 
@@ -284,8 +284,8 @@ class Config(SystemConfig):
         return {
             **self.model_dump(include=fields),
             "channel_mult": self.resolved_channel_mult,
-            "num_classes": self.num_classes + self.has_null if self.class_cond else None,
-            "attention_levels": [self.level_sides.index(side) for side in self.attention_resolutions],
+            "num_classes": self.num_classes + self.has_null_label if self.class_cond else None,
+            "attention_levels": [self.feature_map_sides.index(side) for side in self.attention_resolutions],
             "num_heads_upsample": self.resolved_heads_upsample,
         }
 
@@ -321,6 +321,6 @@ def _propose_channel_mult(image_size: int) -> list[int]:
     return [1] + [2] * (levels - 1)
 
 
-def _format_numbers(numbers: Any) -> str:
+def _join_with_commas(numbers: Any) -> str:
     """Returns numbers as text, separated by commas: "16, 8"."""
     return ", ".join(map(str, numbers))

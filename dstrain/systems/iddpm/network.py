@@ -200,7 +200,7 @@ class AttentionBlock(nn.Module):
         return x + h.transpose(1, 2).reshape(x.shape)
 
 
-class StartsAtZero:
+class ZeroInitialized:
     """A mixin for layers: `reset_parameters` sets weight and bias to zero."""
 
     def reset_parameters(self) -> None:
@@ -209,11 +209,11 @@ class StartsAtZero:
             nn.init.zeros_(self.bias)
 
 
-class ZeroPointwise(StartsAtZero, Pointwise):
+class ZeroPointwise(ZeroInitialized, Pointwise):
     pass
 
 
-class ZeroConv2d(StartsAtZero, nn.Conv2d):
+class ZeroConv2d(ZeroInitialized, nn.Conv2d):
     pass
 
 

@@ -97,14 +97,14 @@ class ConditionalUNetPipeline(DiffusionPipeline):
             raise ValueError(f"guidance_interval={guidance_interval}: give (LOW, HIGH)")
         for t in self.progress_bar(scheduler.timesteps):
             out = self._predict_guided(
-                x, t, y, stretched, guidance_scale if low <= self._compute_noise_ratio(t) <= high else 1
+                x, t, y, stretched, guidance_scale if low <= self._compute_noise_to_signal_ratio(t) <= high else 1
             )
             x = scheduler.step(out if learned else out[:, :channels], t, x, **options).prev_sample
         images = VaeImageProcessor().postprocess(x, output_type)
         self.maybe_free_model_hooks()
         return ImagePipelineOutput(images=images)
 
-    def _compute_noise_ratio(self, t):
+    def _compute_noise_to_signal_ratio(self, t):
         """Returns sigma / alpha, the noise level at timestep t, as a float; infinity if alpha is 0."""
         kept = float(self.scheduler.alphas_cumprod[int(t)])
         return (1 / kept - 1) ** 0.5 if kept else float("inf")

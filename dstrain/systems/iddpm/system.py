@@ -84,7 +84,7 @@ class IDDPMSystem(System):
         gives with each timestep. Then adds two terms, (B,) each: `timestep`, and `loss_seen`, the loss before it was
         multiplied.
         """
-        if self.config.has_null:
+        if self.config.has_null_label:
             dropped = rng.uniform(example["key"], "drop") < self.config.class_dropout_prob
             example = example | {"label": torch.where(dropped, self.config.num_classes, _get_labels(example))}
         seen = {}
@@ -139,13 +139,13 @@ class IDDPMSystem(System):
 
         Raises ConfigError if the request asks for guidance and the model has no null label.
         """
-        if request.guidance_scale != 1 and not self.config.has_null:
+        if request.guidance_scale != 1 and not self.config.has_null_label:
             raise ConfigError(
                 "guidance_scale: this model has no null label; sample with guidance_scale 1, or train "
                 "with class_cond=true and class_dropout_prob above 0"
             )
         arguments = self._make_condition_arguments(conditions)
-        null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null else {}
+        null = {"y": torch.full_like(arguments["y"], self.config.num_classes)} if self.config.has_null_label else {}
         return samplers.make_guided_network(
             nets["denoiser"],
             arguments,

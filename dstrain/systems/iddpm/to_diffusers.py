@@ -70,7 +70,7 @@ def describe_export(system: IDDPMSystem) -> tuple[str, str, str]:
         )
     if config.class_cond:
         inputs.insert(0, f"class_labels={_choose_example_labels(system)}")
-        inputs += [f"guidance_scale={_SCALE:g}"] if config.has_null else []
+        inputs += [f"guidance_scale={_SCALE:g}"] if config.has_null_label else []
     if config.learn_sigma:
         notes.append(
             f"the unet's first {config.in_channels} output channels are the prediction, the others the "
@@ -112,7 +112,9 @@ def save_export(
     if not config.class_cond and not system.starts_from_data:
         DDPMPipeline(unet, scheduler).save_pretrained(folder)
         return
-    pipeline = ConditionalUNetPipeline(unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null)
+    pipeline = ConditionalUNetPipeline(
+        unet, scheduler, enlarges=system.starts_from_data, has_null=config.has_null_label
+    )
     pipeline.save_pretrained(folder)
     if config.class_cond and (names := get_class_names()):
         add_to_model_index(folder, id2label={str(number): name for number, name in enumerate(names)})
@@ -140,7 +142,7 @@ def measure_export_errors(
         seen = torch.cat((x, stretched), dim=1)
     t = torch.linspace(0, config.diffusion_steps - 1, len(key), device=key.device).long()
     given = {"prediction": conditions.get("label")}
-    if config.has_null:
+    if config.has_null_label:
         given["without label"] = torch.full_like(conditions["label"], config.num_classes)
     return {
         name: measure_relative_error(
@@ -167,14 +169,14 @@ def draw_reference_outputs(system: IDDPMSystem, nets: Mapping[str, nn.Module]) -
     if system.config.class_cond:
         conditions["label"] = torch.tensor(labels, device=device)
 
-    def draw_normal(*_):
+    def draw_normal_noise(*_):
         return torch.randn(len(labels), *system.shape, generator=generator).to(device)
 
-    scale = _SCALE if system.config.has_null else 1.0
+    scale = _SCALE if system.config.has_null_label else 1.0
     network = system.make_guided_network(nets, conditions, Request(torch.arange(_DRAWN), guidance_scale=scale))
     return convert_to_uint8(
         samplers.sample_ancestral(
-            system.diffusion.respace(str(steps)), network, draw_normal(), draw_normal, clip_denoised=True
+            system.diffusion.respace(str(steps)), network, draw_normal_noise(), draw_normal_noise, clip_denoised=True
         )
     )
 

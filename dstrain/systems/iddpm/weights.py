@@ -78,10 +78,10 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     """
     shapes = fitting.collect_weight_shapes(network)
     state = dict(state)
-    notes = _add_or_remove_null_row(state, config) if config.class_cond and _LABELS in state else []
+    notes = _add_or_remove_null_label(state, config) if config.class_cond and _LABELS in state else []
     notes += fitting.redraw_resized_embedding_table(state, shapes, _LABELS, std=1.0)
     fitting.require_matching_shapes(
-        state, shapes, sorted(shapes.keys() | state.keys(), key=_make_network_order_key), _REMEDIES
+        state, shapes, sorted(shapes.keys() | state.keys(), key=_make_network_order_sort_key), _REMEDIES
     )
     hidden = [f"{flag}={getattr(config, flag)}" for flag in _HIDDEN]
     hidden += [
@@ -93,7 +93,7 @@ def adapt_weights(state: dict[str, Tensor], network: nn.Module, config: Config) 
     return state, notes
 
 
-def _add_or_remove_null_row(state: dict[str, Tensor], config: Config) -> list[str]:
+def _add_or_remove_null_label(state: dict[str, Tensor], config: Config) -> list[str]:
     """Changes the label table in `state`, in place: adds a null row, the mean of all rows, if the model needs one and
     the table has none; removes the null row if the model has none.
 
@@ -101,7 +101,7 @@ def _add_or_remove_null_row(state: dict[str, Tensor], config: Config) -> list[st
     it has neither num_classes nor num_classes + 1 rows.
     """
     table, count = state[_LABELS], config.num_classes
-    if config.has_null and len(table) == count:
+    if config.has_null_label and len(table) == count:
         state[_LABELS] = torch.cat((table, table.float().mean(dim=0, keepdim=True).to(table.dtype)))
         return [
             f"{_LABELS}: the {count} rows in the file are taken for the labels; the null row is their mean, and "
@@ -109,14 +109,14 @@ def _add_or_remove_null_row(state: dict[str, Tensor], config: Config) -> list[st
         ]
     if len(table) != count + 1:
         return []
-    state[_LABELS] = table if config.has_null else table[:count]
+    state[_LABELS] = table if config.has_null_label else table[:count]
     return [
         f"{_LABELS}: the last of the {count + 1} rows in the file is taken for the null label"
-        + ("" if config.has_null else ", and left out")
+        + ("" if config.has_null_label else ", and left out")
     ]
 
 
-def _make_network_order_key(weight_name: str) -> tuple[int, ...]:
+def _make_network_order_sort_key(weight_name: str) -> tuple[int, ...]:
     """Returns a key that sorts names of weights in the order of the network, from input to output."""
     return tuple(
         int(word) if word.isdigit() else _ORDER.index(word) if word in _ORDER else len(_ORDER)
@@ -168,8 +168,8 @@ def make_diffusers_arguments(config: Config) -> dict[str, Any]:
             f"channel_mult: diffusers' UNet2DModel takes the first level as wide as the timesteps' "
             f"sinusoids, num_channels, and channel_mult begins with {config.resolved_channel_mult[0]}; take safetensors"
         )
-    attends = [side in config.attention_resolutions for side in config.level_sides]
-    learned = _needs_timestep_table(config)
+    attends = [side in config.attention_resolutions for side in config.feature_map_sides]
+    learned = _diffusers_needs_timestep_table(config)
     return {
         "sample_size": config.image_size,
         "center_input_sample": False,
@@ -199,11 +199,11 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
     """Returns a copy of our weights under the names of a UNet2DModel built with `make_diffusers_arguments`."""
     renamed = {
         f"{diffusers_name}.{kind}": state[f"{name}.{kind}"]
-        for name, diffusers_name in _iterate_layer_name_pairs(config)
+        for name, diffusers_name in _pair_layer_names_with_diffusers(config)
         for kind in ("weight", "bias")
         if f"{name}.{kind}" in state
     }
-    for name, diffusers_name, heads in _iterate_attention_name_pairs(config):
+    for name, diffusers_name, heads in _pair_attention_names_with_diffusers(config):
         output = f"{diffusers_name}.to_out.0.weight"
         renamed[output] = renamed[output].squeeze(2)
         for kind in ("weight", "bias"):
@@ -211,7 +211,7 @@ def rename_to_diffusers(state: Mapping[str, Tensor], config: Config) -> dict[str
             rows = rows.view(heads, 3, -1, *rows.shape[1:2])  # (heads, 3, d, C or nothing)
             for third, part in zip(_QKV, rows.unbind(1)):
                 renamed[f"{diffusers_name}.{third}.{kind}"] = part.flatten(0, 1)
-    if _needs_timestep_table(config):
+    if _diffusers_needs_timestep_table(config):
         renamed[_TIMES] = _compute_timestep_table(config)
     return {name: value.detach().clone().contiguous() for name, value in renamed.items()}
 
@@ -234,13 +234,13 @@ def rename_from_diffusers(
             f"weights: {_TIMES} holds other timesteps than rescale_timesteps over "
             f"{config.diffusion_steps} diffusion_steps; set both to what the file was made with"
         )
-    for name, diffusers_name, heads in _iterate_attention_name_pairs(config):
+    for name, diffusers_name, heads in _pair_attention_names_with_diffusers(config):
         for kind in ("weight", "bias"):
             parts = [state.pop(f"{diffusers_name}.{third}.{kind}", None) for third in _QKV]
             if all(part is not None for part in parts):
                 rows = torch.stack([part.view(heads, -1, *part.shape[1:]) for part in parts], dim=1).flatten(0, 2)
                 renamed[f"{name}.qkv.{kind}"] = rows[..., None] if kind == "weight" else rows
-    for name, diffusers_name in _iterate_layer_name_pairs(config):
+    for name, diffusers_name in _pair_layer_names_with_diffusers(config):
         for kind in ("weight", "bias"):
             if (value := state.pop(f"{diffusers_name}.{kind}", None)) is not None:
                 is_map = name.endswith(".proj_out") and kind == "weight"
@@ -285,7 +285,7 @@ def _list_attention_channels(config: Config) -> list[int]:
     """Returns the number of channels of each level with attention, then that of the middle block."""
     return [
         factor * config.num_channels
-        for factor, side in zip(config.resolved_channel_mult, config.level_sides)
+        for factor, side in zip(config.resolved_channel_mult, config.feature_map_sides)
         if side in config.attention_resolutions
     ] + [config.resolved_channel_mult[-1] * config.num_channels]
 
@@ -312,7 +312,7 @@ def _compute_head_width(config: Config) -> int | None:
     return widths[0]
 
 
-def _needs_timestep_table(config: Config) -> bool:
+def _diffusers_needs_timestep_table(config: Config) -> bool:
     """Returns whether UNet2DModel needs a table of the timesteps' sinusoids: True if the network sees rescaled
     timesteps other than 0, 1, 2, ...
     """
@@ -325,12 +325,12 @@ def _compute_timestep_table(config: Config) -> Tensor:
     return compute_timestep_features(torch.arange(config.diffusion_steps).float() * scale, config.num_channels)
 
 
-def _iterate_layer_name_pairs(config: Config) -> Iterator[tuple[str, str]]:
+def _pair_layer_names_with_diffusers(config: Config) -> Iterator[tuple[str, str]]:
     """Yields (our name, diffusers' name) of each layer but the qkv of attentions. Some are names of layers that a
     network may not have, such as skip_connection.
     """
     yield from _ENDS.items()
-    for name, diffusers_name, kind in _iterate_block_name_pairs(config):
+    for name, diffusers_name, kind in _pair_block_names_with_diffusers(config):
         if kind == "change of size":
             yield name, diffusers_name
         else:
@@ -338,9 +338,9 @@ def _iterate_layer_name_pairs(config: Config) -> Iterator[tuple[str, str]]:
             yield from ((f"{name}.{a}", f"{diffusers_name}.{b}") for a, b in layers.items())
 
 
-def _iterate_attention_name_pairs(config: Config) -> Iterator[tuple[str, str, int]]:
+def _pair_attention_names_with_diffusers(config: Config) -> Iterator[tuple[str, str, int]]:
     """Yields (our name, diffusers' name, number of heads) of each attention."""
-    for name, diffusers_name, kind in _iterate_block_name_pairs(config):
+    for name, diffusers_name, kind in _pair_block_names_with_diffusers(config):
         if kind == "attention":
             yield (
                 name,
@@ -349,12 +349,12 @@ def _iterate_attention_name_pairs(config: Config) -> Iterator[tuple[str, str, in
             )
 
 
-def _iterate_block_name_pairs(config: Config) -> Iterator[tuple[str, str, str]]:
+def _pair_block_names_with_diffusers(config: Config) -> Iterator[tuple[str, str, str]]:
     """Yields (our name, diffusers' name, kind) of each block in the order of the network. The kind is "residual",
     "attention" or "change of size".
     """
     attends, last = (
-        [side in config.attention_resolutions for side in config.level_sides],
+        [side in config.attention_resolutions for side in config.feature_map_sides],
         len(config.resolved_channel_mult) - 1,
     )
     number = 0

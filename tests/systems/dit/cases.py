@@ -120,7 +120,7 @@ def completed(config, folder):
     if config.get("align", {}).get("kind") != "repa":
         return config
     towers.dinov2(folder / "encoder")
-    return config | {"align": Align.fill_in_encoder(config["align"] | {"path": str(folder / "encoder")})}
+    return config | {"align": Align.fill_in_encoder_fields(config["align"] | {"path": str(folder / "encoder")})}
 
 
 def request(system, seeds):

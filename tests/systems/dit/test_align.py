@@ -35,7 +35,7 @@ TOKENS = 16  # of 8 x 8 pixels by patches of 2
 def build(changes: dict[str, Any], folder: Path | None = None) -> DiTSystem:
     """A tiny modern flow; with a folder it is aligned to the encoder there."""
     if folder is not None:
-        align = Align.fill_in_encoder(
+        align = Align.fill_in_encoder_fields(
             {"kind": "repa", "depth": 1, "hidden": 8, "path": str(folder), **changes["align"]}
         )
         changes = changes | {"align": align}
@@ -294,17 +294,17 @@ def test_encoders_that_do_not_fit(tmp_path: Path) -> None:
     towers.dinov2(tmp_path / "a")
     towers.dinov2(tmp_path / "b", seed=1, width=18)
     towers.sentences(tmp_path / "bert")
-    first = Align.fill_in_encoder({"kind": "repa", "path": str(tmp_path / "a")})
-    assert first["width"] == 12 and Align.fill_in_encoder(first) == first
+    first = Align.fill_in_encoder_fields({"kind": "repa", "path": str(tmp_path / "a")})
+    assert first["width"] == 12 and Align.fill_in_encoder_fields(first) == first
     for path, named in (("b", "model.align.width: 12 in the recipe, 18"), ("bert", "a model of type bert")):
         with pytest.raises(ConfigError, match=named):
-            Align.fill_in_encoder(first | {"path": str(tmp_path / path)})
+            Align.fill_in_encoder_fields(first | {"path": str(tmp_path / path)})
     with pytest.raises(ConfigError, match=r"model\.align\.fingerprint: "):
-        Align.fill_in_encoder(first | {"path": str(tmp_path / "a"), "fingerprint": "0"})
+        Align.fill_in_encoder_fields(first | {"path": str(tmp_path / "a"), "fingerprint": "0"})
     weights = tmp_path / "b" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="model.align.path: no dinov2 or dinov3 model can be loaded"):
-        Align.fill_in_encoder({"kind": "repa", "path": str(tmp_path / "b")})
+        Align.fill_in_encoder_fields({"kind": "repa", "path": str(tmp_path / "b")})
     section = Align(**first)
     assert section.list_data_conflicts(False, 3) == section.list_data_conflicts(False, 1) == []
     for problems, named in (

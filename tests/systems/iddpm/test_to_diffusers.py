@@ -90,7 +90,7 @@ def test_there_and_back(tmp_path, case):
     system, nets = made(CASES[case])
     to_diffusers.save_export(system, nets, tmp_path / "out")
     errors = to_diffusers.measure_export_errors(system, nets, tmp_path / "out", probe(system))
-    assert errors.keys() == {"prediction"} | ({"without label"} if system.config.has_null else set())
+    assert errors.keys() == {"prediction"} | ({"without label"} if system.config.has_null_label else set())
     assert max(errors.values()) < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "out") <= 1.01 / 255
     is_stock = not (system.config.class_cond or system.config.small_size)
@@ -103,8 +103,8 @@ def test_there_and_back(tmp_path, case):
         assert notes[0] == (
             f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from {tmp_path / 'out' / 'unet'} (UNet2DModel)"
         )
-        assert len(notes) == 2 + system.config.has_null and notes[-1].startswith("names and shapes fit")
-        assert not system.config.has_null or notes[1].endswith("6 rows in the file is taken for the null label")
+        assert len(notes) == 2 + system.config.has_null_label and notes[-1].startswith("names and shapes fit")
+        assert not system.config.has_null_label or notes[1].endswith("6 rows in the file is taken for the null label")
 
 
 @pytest.mark.parametrize("case", ["learned variance", "as for LSUN", "timesteps rescaled", "x_start", "v"])
@@ -162,7 +162,7 @@ def test_labels_and_a_small_picture(tmp_path, monkeypatch, case, sampler):
     monkeypatch.setattr(scheduling_ddpm, "randn_tensor", noise)
     small = {"low_res": torch.rand(3, 3, 4, 4) * 2 - 1} if "small_size" in CASES[case] else {}
     start = rng.normal(keys, "start", system.shape)
-    if system.config.has_null:
+    if system.config.has_null_label:
         guided = {"guidance_scale": 2.5, "guidance_interval": (0.3, 8.0)}
     else:
         guided = {}
