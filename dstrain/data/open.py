@@ -20,7 +20,7 @@ from dstrain.data.decode.clips import VIDEOS, Cut
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.local import LocalFiles
-from dstrain.data.formats.base import Layout, Request, peek_files_below
+from dstrain.data.formats.base import Layout, Request, walk_some_files
 from dstrain.data.formats.imagenet import find_split_paths
 from dstrain.data.index.alike import require_same_fingerprint_on_machines
 from dstrain.data.index.build import make_index_cache_folder, open_index, run_on_rank_0
@@ -496,5 +496,5 @@ def _has_videos_but_no_images(path: str) -> bool:
     """Returns whether some of a folder's first files have suffixes of videos, and none has one of images."""
     if not os.path.isdir(path):
         return False
-    suffixes = {os.path.splitext(name)[1].lower() for name in peek_files_below(LocalFiles(path))}
+    suffixes = {os.path.splitext(name)[1].lower() for name in walk_some_files(LocalFiles(path))}
     return suffixes.isdisjoint(SUFFIXES) and not suffixes.isdisjoint((*VIDEOS, ".gif"))

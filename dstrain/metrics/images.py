@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dstrain.data.decode.pixels import SUFFIXES, decode_whole_image, find_samples_file, to_tensor
+from dstrain.data.decode.pixels import SUFFIXES, decode_uncropped_image, find_samples_npz, to_tensor
 from dstrain.data.files.listing import walk_files
 from dstrain.data.files.local import is_hidden_path
 from dstrain.data.files.zipped import iterate_zip_members
@@ -89,7 +89,7 @@ def open_image_set(path: Path, option: str, upright: bool = True) -> Images:
 
     Raises ConfigError, which begins with `option`, if the path cannot be read or holds fewer than two images.
     """
-    path = find_samples_file(path.expanduser())
+    path = find_samples_npz(path.expanduser())
     images = _open_images(path, option, upright)
     if len(images) < 2:
         raise ConfigError(
@@ -159,7 +159,7 @@ class Files(Images):
             for name in (self.names[number] for number in turn):
                 with _convert_read_errors(self.path / name, self.option):
                     file = archive.open(name) if archive else self.path / name
-                    images.append(to_tensor(decode_whole_image(file, 3, upright=self.upright)))
+                    images.append(to_tensor(decode_uncropped_image(file, 3, upright=self.upright)))
             for shape in sorted({image.shape for image in images}):
                 chosen = [index for index, image in enumerate(images) if image.shape == shape]
                 yield Batch(

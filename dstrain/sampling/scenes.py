@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dstrain import rng
 from dstrain.data.decode.clips import PICTURES, VIDEOS, Cut, read_clip
-from dstrain.data.decode.pixels import find_samples_file, read_samples_array
+from dstrain.data.decode.pixels import find_samples_npz, read_samples_npz
 from dstrain.data.files.listing import walk_files
 from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.systems.base import Request, System
@@ -114,7 +114,7 @@ def read_prime_frames(path: Path, data: Data, temporal_patch_size: int, primed: 
     Videos and pictures are scaled and cropped to the size of the run's data. Raises ConfigError, with the file's name,
     if a file cannot be read, or an .npz has another size.
     """
-    path = find_samples_file(path)
+    path = find_samples_npz(path)
     clips = (
         _read_npz_clips(path, data)
         if path.suffix == ".npz"
@@ -164,7 +164,7 @@ def _read_npz_clips(path: Path, data: Data) -> Tensor:
     they have another dtype or size than the run's data.
     """
     with reword_errors("--prime "):
-        array = read_samples_array(path)
+        array = read_samples_npz(path)
     array = array[:, None] if array.ndim == 4 else array
     size = _get_frame_size(data)
     if array.dtype != np.uint8 or array.ndim != 5 or array.shape[2:4] != size or array.shape[4] != 3 or not len(array):

@@ -34,7 +34,7 @@ from dstrain.commands.encoding.folder import SAME_COMMAND, lock_and_prepare_fold
 from dstrain.commands.options.convert import ConvertOptions
 from dstrain.data.cached import shards
 from dstrain.data.files.storage import refuse_special_file, retry
-from dstrain.data.formats.unconverted import find_fast_dit_folders
+from dstrain.data.formats.unconverted import find_features_and_labels_folders
 from dstrain.data.source import Bad, BadSample, Item, Source, convert_errors_to_bad_sample, read_items_or_substitutes
 from dstrain.disk import atomic
 from dstrain.disk.sealed import render_sealed_json
@@ -130,7 +130,7 @@ class FastDiT(Foreign):
     trainer, scale = "fast-DiT", 0.18215
 
     def _list(self) -> None:
-        self.features, self.label_files = find_fast_dit_folders(self.root)
+        self.features, self.label_files = find_features_and_labels_folders(self.root)
         names = [path.stem for path in self.features.glob("[!.]*.npy")]
         if strange := next((name for name in names if not name.isdecimal()), None):
             raise ConfigError(f"{self.features / strange}.npy has no number for a name: take it away")
@@ -279,7 +279,7 @@ def open_foreign(path: Path) -> Foreign:
         return Edm2(root)
     if next(root.glob("[!.]*.safetensors"), None) is not None:
         return LightningDiT(root)
-    if find_fast_dit_folders(root):
+    if find_features_and_labels_folders(root):
         return FastDiT(root)
     raise ConfigError(
         f"{path} holds no latents of a known layout: name a folder with X_features/ and X_labels/ (fast-DiT), with "

@@ -10,7 +10,7 @@ from typing import Any
 
 from dstrain.commands.convert import Pictures, Sample
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.formats.base import file_exists, peek_folder
+from dstrain.data.formats.base import file_exists, list_first_folder_entries
 from dstrain.data.formats.labels import ClassList
 from dstrain.data.formats.unconverted import LMDB_DATA
 from dstrain.recipe import ConfigError
@@ -47,7 +47,7 @@ def read_lsun(path: Path, class_list: ClassList) -> dict[str, Pictures]:
 
 def _find_lmdb(files: Files) -> list[str]:
     """Returns the data files of LMDB environments, in the order of their names: the folder's own, or of *_lmdb/."""
-    top = peek_folder(files)
+    top = list_first_folder_entries(files)
     if (LMDB_DATA, False) in top:
         return [LMDB_DATA]
     if top and all(name.endswith(_FILES) and not is_folder for name, is_folder in top):

@@ -15,7 +15,7 @@ import numpy as np
 
 from dstrain.commands.convert import Pictures, Sample
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.formats.base import peek_folder
+from dstrain.data.formats.base import list_first_folder_entries
 from dstrain.data.formats.unconverted import IDX
 from dstrain.recipe import ConfigError
 
@@ -56,7 +56,7 @@ def _find_idx(files: Files) -> list[str]:
 
     Where a file is there both packed and unpacked, the unpacked one counts.
     """
-    folders, found = {name for name, inner in peek_folder(files) if inner}, set()
+    folders, found = {name for name, inner in list_first_folder_entries(files) if inner}, set()
     for folder in _FOLDERS:
         if not folder or folder.partition("/")[0] in folders:
             with suppress(FileNotFoundError, NotADirectoryError):

@@ -151,12 +151,12 @@ def read_frame_listing(path: Path | bytes) -> Listing:
             entries = [stream.index_entries[place] for place in range(stream.frames)]
             if entries[0].is_keyframe and not any(entry.is_discard for entry in entries):
                 delay = (stream.start_time or 0) - entries[0].timestamp
-                return Listing(len(entries), _list_keyframes(entries, "timestamp"), delay=delay)
+                return Listing(len(entries), _list_keyframe_places_and_times(entries, "timestamp"), delay=delay)
         elif packaged and ("mp4" in container.format.name or "matroska" in container.format.name):
             packets = [packet for packet in container.demux(stream) if packet.size]
             whole = not any(packet.is_discard or packet.is_corrupt or packet.pts is None for packet in packets)
             if packets and packets[0].is_keyframe and whole:
-                return Listing(len(packets), _list_keyframes(packets, "pts"), "pts")
+                return Listing(len(packets), _list_keyframe_places_and_times(packets, "pts"), "pts")
     with _open_video_stream(path) as (container, stream):
         count = sum(1 for _ in container.decode(stream))
     if not count:
@@ -164,11 +164,11 @@ def read_frame_listing(path: Path | bytes) -> Listing:
     return Listing(count)
 
 
-def _list_keyframes(packets: list[Any], timestamp: str) -> tuple[tuple[int, int], ...]:
+def _list_keyframe_places_and_times(packets: list[Any], time_attribute: str) -> tuple[tuple[int, int], ...]:
     """Returns (place in `packets`, time) of each keyframe. packets: a video's packets, or entries of its index.
-    timestamp: the name of their attribute that holds the time.
+    time_attribute: the name of their attribute that holds the time.
     """
-    return tuple((place, getattr(packet, timestamp)) for place, packet in enumerate(packets) if packet.is_keyframe)
+    return tuple((place, getattr(packet, time_attribute)) for place, packet in enumerate(packets) if packet.is_keyframe)
 
 
 @contextmanager

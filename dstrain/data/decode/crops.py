@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from PIL import Image
 
-from dstrain.data.decode.pixels import crop_center, halve_repeatedly
+from dstrain.data.decode.pixels import crop_center, halve_towards_target_size
 from dstrain.recipe import Data
 
 _TRIES = 10  # parts that random_resized draws before it takes the largest part in the middle
@@ -89,7 +89,7 @@ class Crop:
         low, high = math.ceil(shorter / most), math.ceil(shorter / least)
         side = low + int(random_numbers[0] * (high - low + 1))
         cover = width * side / shorter, height * side / shorter
-        image = halve_repeatedly(image, *cover)
+        image = halve_towards_target_size(image, *cover)
         scale = max(cover[0] / image.width, cover[1] / image.height)
         image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
         return _crop_at_random_place(image, width, height, random_numbers[1:])

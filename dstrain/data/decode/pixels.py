@@ -52,11 +52,11 @@ def decode_image(file: str | Path | BinaryIO, image_size: int, channels: int = 3
     file.
     """
     return to_tensor(
-        crop_center(decode_whole_image(file, channels, (image_size, image_size) if draft else None), image_size)
+        crop_center(decode_uncropped_image(file, channels, (image_size, image_size) if draft else None), image_size)
     )
 
 
-def decode_whole_image(
+def decode_uncropped_image(
     file: str | Path | BinaryIO, channels: int, draft: tuple[int, int] | None = None, upright: bool = True
 ) -> Image.Image:
     """Returns an image file decoded and not cropped, in Pillow's mode L, RGB or RGBA for 1, 3 or 4 channels. Raises
@@ -124,7 +124,7 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
         try:
             with Image.open(file, formats=formats) as image:
                 require_below_pixel_cap(image.width, image.height)
-                _scale_transparent_colour(image)
+                _scale_transparency_to_8_bits(image)
                 yield image
         except UnidentifiedImageError:
             _refuse_video(file)
@@ -137,7 +137,7 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
             ) from None
 
 
-def _scale_transparent_colour(image: Image.Image) -> None:
+def _scale_transparency_to_8_bits(image: Image.Image) -> None:
     """Scales the colour that a PNG of 2, 4 or 16 bits declares transparent, in `image.info`, to 8 bits. Pillow scales
     only the pixels, so the two would not match.
     """
@@ -200,7 +200,7 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
     height = height or width
     if image.mode == "RGBA":
         return crop_center(image.convert("RGBa"), width, height).convert("RGBA")
-    image = halve_repeatedly(image, width, height)
+    image = halve_towards_target_size(image, width, height)
     scale = max(width / image.width, height / image.height)
     wide, high = round(image.width * scale), round(image.height * scale)
     x, y = (wide - width) // 2, (high - height) // 2
@@ -209,13 +209,13 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
         return image.crop((x, y, x + width, y + height))
     # Pillow resizes columns first, then rows, and rounds to 8 bits in between. So two calls, with a crop between them,
     # give the same bits. Recent versions take rows first if an image is more than twice as high as wide (see above).
-    image = _resize_horizontally(image, wide, high, y, height)
+    image = _resize_width_of_needed_rows(image, wide, high, y, height)
     image = image.crop((x, 0, x + width, image.height))
     image = image.resize((width, high), Image.Resampling.BICUBIC)
     return image if high == height else image.crop((0, y, width, y + height))
 
 
-def halve_repeatedly(image: Image.Image, width: float, height: float) -> Image.Image:
+def halve_towards_target_size(image: Image.Image, width: float, height: float) -> Image.Image:
     """Returns an image halved until one of its sides is less than twice the target's; `image` itself if one is already.
     Odd sides are rounded down.
     """
@@ -224,7 +224,7 @@ def halve_repeatedly(image: Image.Image, width: float, height: float) -> Image.I
     return image
 
 
-def _resize_horizontally(
+def _resize_width_of_needed_rows(
     image: Image.Image, new_width: int, new_height: int, first_row: int, num_rows: int
 ) -> Image.Image:
     """Returns an image resized to `new_width` columns, with its own number of rows: the first of two passes of a resize
@@ -258,7 +258,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
 
     Raises ConfigError if there are no such pictures, if one cannot be read, or if they differ in size.
     """
-    path = find_samples_file(path)
+    path = find_samples_npz(path)
     if path.is_dir():
         files = [path / name for name in sorted(walk_files(path, "", SUFFIXES))]
         if not files:
@@ -270,7 +270,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
             return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
         except OSError as error:
             raise ConfigError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
-    array = read_samples_array(path)
+    array = read_samples_npz(path)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] not in (1, 3) or not len(array):
         raise ConfigError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")
     pictures = torch.from_numpy(array).permute(0, 3, 1, 2)
@@ -280,7 +280,7 @@ def read_pictures(path: Path, channels: int) -> Tensor:
     return pictures.expand(-1, channels, -1, -1)
 
 
-def find_samples_file(path: Path) -> Path:
+def find_samples_npz(path: Path) -> Path:
     """Returns the file samples_*.npz, as `dstrain generate` writes it, in the folder `path`. Returns `path` itself if
     it is a file, or a folder without such a file. Raises ConfigError if there are several.
     """
@@ -290,7 +290,7 @@ def find_samples_file(path: Path) -> Path:
     return files[-1] if files else path
 
 
-def read_samples_array(path: Path) -> np.ndarray:
+def read_samples_npz(path: Path) -> np.ndarray:
     """Returns the array `arr_0` of an .npz file of `dstrain generate`. Raises ConfigError if the file has none or
     cannot be read.
     """

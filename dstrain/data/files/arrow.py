@@ -116,7 +116,7 @@ class ParquetFile:
                 rows = list_rows(batch)
             yield from rows
 
-    def read_uncompressed_chunk(self, row_group: int, column: str) -> "UncompressedChunk | None":
+    def read_chunk_if_uncompressed(self, row_group: int, column: str) -> "UncompressedChunk | None":
         """Returns the stored bytes of a column in row group `row_group`. The column must hold byte strings, or structs
         with a field "bytes", whose bytes are then returned.
 

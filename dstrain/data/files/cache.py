@@ -97,13 +97,13 @@ class DiskCache:
             text = os.pread(ledger, 32, 0)
             used = int(text) if text.isdigit() else self.limit  # The entries are counted anew.
             if used + size > self.limit:
-                used = self._evict_old_entries(size)
+                used = self._evict_and_count_remaining_bytes(size)
             with open(temporary_file, "wb") as file:
                 file.truncate(size)
             os.pwrite(ledger, b"%032d" % (used + size), 0)
 
-    def _evict_old_entries(self, needed: int) -> int:
-        """Makes room for `needed` more bytes. If the entries and these bytes exceed the limit, deletes the least
+    def _evict_and_count_remaining_bytes(self, needed_bytes: int) -> int:
+        """Makes room for `needed_bytes` more bytes. If the entries and these bytes exceed the limit, deletes the least
         recently used entries, until both fit into 90 % of the limit. Returns the bytes of the remaining entries.
         """
         entries = []
@@ -113,10 +113,10 @@ class DiskCache:
                     status = entry.stat()
                     entries.append((status.st_mtime_ns, status.st_size, entry.path))
         used = sum(entry[1] for entry in entries)
-        if used + needed <= self.limit:
+        if used + needed_bytes <= self.limit:
             return used
         for _, taken, path in sorted(entries):
-            if used + needed <= self.limit * _KEPT or used == 0:
+            if used + needed_bytes <= self.limit * _KEPT or used == 0:
                 break
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)

@@ -153,7 +153,7 @@ def select_matching_files(entries: list[tuple[str, bool]], pattern: str) -> list
     return [(name, is_folder) for name, is_folder in entries if not is_folder and fnmatch.fnmatchcase(name, pattern)]
 
 
-def require_files_of_pattern(display_name: str, files: Files) -> None:
+def require_files_of_pattern_exist(display_name: str, files: Files) -> None:
     """Raises ConfigError if data.path is a pattern with a star that fits no file, or one with braces that lists a file
     that is missing. Of a long list, looks for only some 1000 files. Does nothing without a pattern.
 

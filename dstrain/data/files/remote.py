@@ -124,7 +124,7 @@ class RemoteFiles(Files):
         self._folders = {""}
         self._queue: queue.Queue | None = None  # of what is read ahead
         # `_addresses` has the address of each name; it is {} for a folder, which the store lists.
-        self.root, self._addresses = _parse_folder_and_addresses(root)
+        self.root, self._addresses = _parse_common_folder_and_addresses(root)
         self.pattern = None if self._addresses else extract_star_pattern(root)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def _run_queued_reads(tasks: queue.Queue) -> None:
             read(place)
 
 
-def _parse_folder_and_addresses(root: str) -> tuple[str, dict[str, str]]:
+def _parse_common_folder_and_addresses(root: str) -> tuple[str, dict[str, str]]:
     """Returns the folder that all addresses in `root` have in common, and {name: address} of the files that `root`
     lists. The dictionary is {} if `root` is a folder or has a star: then only the store knows which files there are.
     """

@@ -161,13 +161,13 @@ class _Csv(Table):
         suffixes = {match[0] for text in texts if "\n" not in text and (match := _SUFFIX.search(text))}
         lines = (more for text in texts if "\n" in text for more in text.split("\n"))
         for more in (more for more in lines if more.count(",") >= len(row) - 1):
-            if self._is_line_separate_row(more, texts, suffixes):
+            if self._looks_like_separate_row(more, texts, suffixes):
                 raise ConfigError(
                     f"{self.where}, line {line_number}: its text holds the line {more.strip()[:60]}: if a quotation "
                     "mark is left open there, close it"
                 )
 
-    def _is_line_separate_row(self, line: str, row_texts: list[str], file_suffixes: set[str]) -> bool:
+    def _looks_like_separate_row(self, line: str, row_texts: list[str], file_suffixes: set[str]) -> bool:
         """Returns whether a line within a quoted text is probably a row of its own, since it names a file that the
         row's `row_texts` do not name.
 

@@ -139,7 +139,7 @@ class Layout(ABC):
         return (
             self.class_list.parse_label_from_name(sample_name, at)
             if self.request.labels == "prefix"
-            else self.class_list.find_class_index(given_class, at)
+            else self.class_list.find_index_or_keep_label(given_class, at)
         )
 
     def find_held_out_path(self) -> str | None:
@@ -147,23 +147,23 @@ class Layout(ABC):
         are none. Returns None by default; layouts with splits override this method.
         """
 
-    def require_same_split(self, column: str, split: Any, location: str) -> None:
+    def require_split_of_first_row(self, column: str, row_split: Any, location: str) -> None:
         """Checks that all rows of a table belong to one split, such as train; called for each row. Keeps the split of
         the first row in `notes`.
 
         column: the name of the column of splits, for the message.
-        split: the value of this row in that column.
+        row_split: the value of this row in that column.
         location: names the row in the message.
         Raises ConfigError if the split of this row differs from that of the first row.
         """
-        first = self.notes.setdefault("split", str(split))
-        if parse_split_value(split) != parse_split_value(first):
+        first = self.notes.setdefault("split", str(row_split))
+        if parse_split_value(row_split) != parse_split_value(first):
             raise ConfigError(
-                f"{location} is of the split {split}, and rows before it of {first}, and all would be learned from: "
-                f"write a table of each, or give the column `{column}` another name"
+                f"{location} is of the split {row_split}, and rows before it of {first}, and all would be learned "
+                f"from: write a table of each, or give the column `{column}` another name"
             )
 
-    def record_fold_column(self, columns: Sequence[str], used_columns: Sequence[str]) -> None:
+    def record_cross_validation_column(self, columns: Sequence[str], used_columns: Sequence[str]) -> None:
         """Records in `notes` which column of a table numbers the folds of a cross-validation, such as "fold".
         `compose_data_advice` then tells the user that the rows of all folds are read.
 
@@ -174,7 +174,7 @@ class Layout(ABC):
             if column not in used_columns:
                 self.notes["folds"] = column
 
-    def record_left_out(self, reason: str, count: int = 1) -> None:
+    def add_left_out_count(self, reason: str, count: int = 1) -> None:
         """Adds `count` to the number of files or samples that are left out for `reason`. This number is kept in
         `notes`.
 
@@ -195,22 +195,22 @@ class Layout(ABC):
                 suffix in VIDEOS + _OTHER_VIDEOS + PICTURES + CONTAINERS + _LISTS
                 and suffix not in self.request.suffixes
             ):
-                self.record_left_out(suffix, counts_by_suffix[suffix])
+                self.add_left_out_count(suffix, counts_by_suffix[suffix])
         for key, reason in ((BEHIND, BEHIND), ("", "files without a suffix")):
             if counts_by_suffix.get(key):
-                self.record_left_out(reason, counts_by_suffix[key])
+                self.add_left_out_count(reason, counts_by_suffix[key])
 
     def record_unread_files_beside_shards(self) -> None:
-        """Adds to `left_out` the files beside or below the shards (tars, tables) that may hold samples but are not
-        read: pictures and videos in other formats, and files without a suffix.
+        """Adds to `left_out_counts` the files beside or below the shards (tars, tables) that may hold samples but are
+        not read: pictures and videos in other formats, and files without a suffix.
 
         Looks at only a part of a large folder.
         """
-        suffixes = Counter(os.path.splitext(name)[1].lower() for name in peek_files_below(self.files))
+        suffixes = Counter(os.path.splitext(name)[1].lower() for name in walk_some_files(self.files))
         self.record_unread_files({suffix: suffixes[suffix] for suffix in suffixes if suffix not in CONTAINERS + _LISTS})
 
     @property
-    def left_out(self) -> dict[str, int]:
+    def left_out_counts(self) -> dict[str, int]:
         """Returns how many files or samples were left out when the data were listed, by reason: {".tif": 3, "without a
         caption": 5}.
         """
@@ -220,7 +220,7 @@ class Layout(ABC):
         """Returns what to tell the user about the data when a command starts, with a remedy: what is left out, or why
         reading is slow. Returns "" if there is nothing to tell.
         """
-        remarks = [_describe_left_out(self.left_out)]
+        remarks = [_describe_left_out(self.left_out_counts)]
         if "folds" in self.notes:
             remarks.append(f"the column {self.notes['folds']} is no split: rows of all its values are read")
         return "; ".join(filter(None, remarks))
@@ -237,19 +237,19 @@ class Layout(ABC):
         """
         return iter(())
 
-    def list_watched_files(self) -> list[str]:
+    def list_files_watched_for_changes(self) -> list[str]:
         """Returns the names of the files and folders to watch for changes. If the size or the modification time of one
         of them changes, the data are listed anew. By default, these are the names from `list_partitions`.
         """
         return self.list_partitions()
 
-    def require_consistent_listing(self) -> None:
+    def check_after_listing(self) -> None:
         """Raises ConfigError for faults that show only after all samples were listed, such as captions of clips that do
         not exist. Checks nothing here; layouts override it.
         """
 
 
-def peek_folder(files: Files, folder: str = "") -> list[tuple[str, bool]]:
+def list_first_folder_entries(files: Files, folder: str = "") -> list[tuple[str, bool]]:
     """Returns what a folder holds, as a sorted list of (name, whether it is a folder), without hidden names.
 
     If the data are a folder on a disk, looks at no more than 4096 entries of `folder`, and returns [] if it cannot be
@@ -266,24 +266,24 @@ def peek_folder(files: Files, folder: str = "") -> list[tuple[str, bool]]:
         return []
 
 
-def peek_files_below(files: Files, folder: str = "", ancestors: tuple[str, ...] = ()) -> Iterator[str]:
+def walk_some_files(files: Files, folder: str = "", ancestors: tuple[str, ...] = ()) -> Iterator[str]:
     """Yields the paths of some files in `folder` and its subfolders, relative to the root of `files`. Goes three levels
     deep, into at most 8 subfolders of each folder, and looks at no more than 4096 entries of a folder on a disk.
 
     ancestors: for the recursion, the real paths of the folders above `folder`. Links back to those are not followed.
     """
     ancestors += (os.path.realpath(os.path.join(files.root, folder)),)
-    start, names = f"{folder}/" if folder else "", peek_folder(files, folder)
+    start, names = f"{folder}/" if folder else "", list_first_folder_entries(files, folder)
     yield from (start + name for name, inner in names if not inner)
     for name in [name for name, inner in names if inner][: _TRIED if len(ancestors) <= _DEEP else 0]:
         if os.path.realpath(os.path.join(files.root, start + name)) not in ancestors:
-            yield from peek_files_below(files, start + name, ancestors)
+            yield from walk_some_files(files, start + name, ancestors)
 
 
 def _describe_left_out(counts_by_reason: Mapping[str, int]) -> str:
     """Returns in words how many files or samples were left out and for which reasons, with remedies; "" if none were.
 
-    counts_by_reason: numbers by reason, as `Layout.left_out` returns them.
+    counts_by_reason: numbers by reason, as `Layout.left_out_counts` returns them.
     """
     suffixes = sorted(reason for reason in counts_by_reason if reason[0] == ".")
     remarks = [f"{counts_by_reason[reason]:,} {reason} are left out" for reason in counts_by_reason if reason[0] != "."]

@@ -46,7 +46,7 @@ class Clips(Folders):
         names = [sample.place.name for sample in samples]
         _require_distinct_stems(self.root, names)
         if self._captions is None:
-            self._record_caption_files_presence(names)
+            self._record_whether_clips_have_captions(names)
             yield from samples
             return
         if missing := [name for name in names if name not in self._captions]:
@@ -58,7 +58,7 @@ class Clips(Folders):
         for sample in samples:
             yield Sample(sample.place, sample.label, (self._captions[sample.place.name],))
 
-    def _record_caption_files_presence(self, clip_names: list[str]) -> None:
+    def _record_whether_clips_have_captions(self, clip_names: list[str]) -> None:
         """Sets notes["beside"] to whether the clips of one folder have their captions in .txt files beside them.
 
         Raises ConfigError if only some of the clips have such a file, or if clips of an earlier folder differ in this.
@@ -70,7 +70,7 @@ class Clips(Folders):
                 "have theirs: write it, or remove the clip; clips have captions all or none"
             )
 
-    def require_consistent_listing(self) -> None:
+    def check_after_listing(self) -> None:
         captions, number = self._captions or {}, self.notes.get("captioned", 0)
         if len(captions) > number:
             superfluous = sorted(name for name in captions if not os.path.lexists(os.path.join(self.root, name)))

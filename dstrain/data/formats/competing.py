@@ -14,7 +14,7 @@ from contextlib import suppress
 from dstrain.data.files.listing import join_first
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import open_table
-from dstrain.data.formats.base import Request, file_exists, peek_files_below, peek_folder
+from dstrain.data.formats.base import Request, file_exists, list_first_folder_entries, walk_some_files
 from dstrain.data.formats.packed import INDEX
 from dstrain.data.formats.unconverted import CIFAR, IDX, LMDB_DATA
 from dstrain.recipe import ConfigError
@@ -52,7 +52,11 @@ def find_data_formats(files: Files, request: Request) -> dict[DataFormat, list[s
     All folders of images count as one form; so do all parquet files, and all Arrow files. Parquet tables that hold no
     images, only file names, are left out if there is another form.
     """
-    names = list(peek_files_below(files)) if isinstance(files, LocalFiles) else [name for name, _ in peek_folder(files)]
+    names = (
+        list(walk_some_files(files))
+        if isinstance(files, LocalFiles)
+        else [name for name, _ in list_first_folder_entries(files)]
+    )
     forms: dict[DataFormat, list[str]] = {}
     for name in names:
         if form := _recognise_data_format(name, files, request):

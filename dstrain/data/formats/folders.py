@@ -19,7 +19,7 @@ from dstrain.data.files.listing import (
 )
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.formats.base import Layout, Place, Request, Sample
-from dstrain.data.formats.labels import LABELS, name_classes_by_number, read_dataset_json_labels
+from dstrain.data.formats.labels import LABELS, make_numeric_class_names, read_dataset_json_labels
 from dstrain.data.formats.lists import refuse_metadata_in_subfolders
 from dstrain.data.formats.no_samples import make_no_samples_error
 from dstrain.data.formats.splits import refuse_split_folders
@@ -117,7 +117,7 @@ class Folders(Layout):
         """
         self._by_name = read_dataset_json_labels(Path(self.root), self.request.key)
         if self._by_name:
-            self.classes = self.class_list.classes or name_classes_by_number(self._by_name)
+            self.classes = self.class_list.classes or make_numeric_class_names(self._by_name)
 
     def _refuse_unused_class_list(self) -> None:
         """Raises ConfigError if the recipe has a data.class_list. Called for data without class folders."""
@@ -148,7 +148,7 @@ class Folders(Layout):
                 "classes"
             )
         if absent := len(by_name) - len(file_names) if by_name else 0:
-            self.record_left_out(f"that {LABELS} names and that are not there", absent)
+            self.add_left_out_count(f"that {LABELS} names and that are not there", absent)
 
     def _list_files_below(self, folder: str, *more_suffixes: str) -> list[str]:
         """Returns the sorted relative paths of the samples in a folder, at any depth, and of files that end in one of
@@ -168,7 +168,7 @@ class Folders(Layout):
     def read(self, place: Place) -> Path:
         return Path(self.root, place.name)
 
-    def list_watched_files(self) -> list[str]:
+    def list_files_watched_for_changes(self) -> list[str]:
         names = [".", *self.classes, *self._deeper] if self._by_name is None else [".", LABELS, *self._deeper]
         return [name for name in dict.fromkeys(names) if os.path.lexists(os.path.join(self.root, name))]
 

@@ -23,7 +23,7 @@ from typing import Any
 from dstrain.data.files.listing import convert_oserror_to_config_error, join_first, walk_files
 from dstrain.data.files.local import Files, LocalFiles
 from dstrain.data.files.tables import match_column_names
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_files_below
+from dstrain.data.formats.base import Layout, Place, Request, Sample, walk_some_files
 from dstrain.data.formats.shards import refuse_or_record_missing_shards
 from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, find_split_in_path
 from dstrain.disk.small import parse_json
@@ -60,14 +60,14 @@ class Tables(Layout):
         self.classes = self.class_list.classes or self.columns.classes
         return self._list_chosen_split_files()
 
-    def list_watched_files(self) -> list[str]:
+    def list_files_watched_for_changes(self) -> list[str]:
         partitions = self.list_partitions()
         return [*sorted({"", *(partition.rpartition("/")[0] for partition in partitions)}), *partitions]
 
     def find_held_out_path(self) -> str | None:
         splits = self._files_by_split
         name = next((name for name in _UNSEEN if name in splits), None) if "train" in splits else None
-        return None if name is None else self._make_split_path(name, splits[name])
+        return None if name is None else self._compose_data_path_of_split(name, splits[name])
 
     def compose_data_advice(self) -> str:
         chosen, remarks = self._list_chosen_split_files(), [super().compose_data_advice()]
@@ -116,7 +116,7 @@ class Tables(Layout):
 
         return bool(find_image_columns(self._open_table_file(name).schema, self.request))
 
-    def _make_split_path(self, split: str, file_names: list[str]) -> str:
+    def _compose_data_path_of_split(self, split: str, file_names: list[str]) -> str:
         """Returns the data.path that selects the files `file_names` of one split alone: a file, a folder, a pattern
         such as FOLDER/test-*.parquet, or a list of files ROOT/{A,B}.
         """
@@ -137,7 +137,7 @@ class Tables(Layout):
 
         return choose_columns(self._open_table_file(name).schema, self.request, self._describe_file(name))
 
-    def _open_file_with_classes(self, file_name: str) -> tuple[Any, list[int | str]]:
+    def _open_file_and_list_classes(self, file_name: str) -> tuple[Any, list[int | str]]:
         """Opens a file of the data. Returns (the file, classes): classes[n] is the class that the number n means in the
         file's column of labels. `classes` is [] if this column is no ClassLabel.
 
@@ -180,7 +180,7 @@ class Tables(Layout):
         if self.request.labels != "auto":
             label = self.resolve_label(label, place.name)
         if self._split is not None:
-            self.require_same_split(self._split, row[self._split], at)
+            self.require_split_of_first_row(self._split, row[self._split], at)
         for name in columns.captions:
             captions += extract_captions(row[name])
         if columns.captions and not captions:
@@ -189,13 +189,13 @@ class Tables(Layout):
 
     def _parse_label(self, cell: Any, classes: list[int | str], location: str) -> int | str:
         """Returns the class that the value of a cell means: with data.class_list, its index there. location: names
-        the row in messages. classes: the class of each number, as `_open_file_with_classes` returns it.
+        the row in messages. classes: the class of each number, as `_open_file_and_list_classes` returns it.
 
         Raises ConfigError if the value is no class, such as -1, which often stands for a secret label.
         """
         label = self.class_list.parse_label_value(cell, location) if isinstance(cell, str) else None
         if label is None and isinstance(cell, int) and 0 <= cell < (len(classes) or 1 << 31):
-            label = self.class_list.find_class_index(classes[cell] if classes else cell, location)
+            label = self.class_list.find_index_or_keep_label(classes[cell] if classes else cell, location)
         if label is None:
             raise ConfigError(
                 f"{location} has the {self.columns.label} {cell!r}, which is no class (-1: it is kept secret): write "
@@ -224,7 +224,7 @@ class Tables(Layout):
         columns: all columns of the file.
         """
         own = [name for name in (self.columns.label, *self.columns.captions) if name]
-        self.record_fold_column(columns, own)
+        self.record_cross_validation_column(columns, own)
         self._split = next((name for name in match_column_names(SPLIT_COLUMNS, columns) if name not in own), None)
         return own if self._split is None else [*own, self._split]
 
@@ -239,12 +239,12 @@ class ArrowTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        return any(name.lower().endswith(cls.suffix) for name in peek_files_below(files))
+        return any(name.lower().endswith(cls.suffix) for name in walk_some_files(files))
 
     def iterate_samples(self, partition: str) -> Iterator[Sample]:
         from dstrain.data.files.arrow import list_rows
 
-        file, names = self._open_file_with_classes(partition)
+        file, names = self._open_file_and_list_classes(partition)
         columns = self._choose_columns_for_listing(file.schema.names)
         for at, batch in file.iterate_batches():
             for row, values in enumerate(list_rows(batch.select(columns))):
@@ -280,11 +280,11 @@ class ArrowTables(Tables):
                 )
         return {split: files_by_split[name] for split, name in named.items()}
 
-    def _make_split_path(self, split: str, file_names: list[str]) -> str:
+    def _compose_data_path_of_split(self, split: str, file_names: list[str]) -> str:
         folder = file_names[0].rpartition("/")[0]
         if ("state.json", False) in self.files.list_names(folder):
             return f"{self.root}/{folder}"
-        return super()._make_split_path(split, file_names)
+        return super()._compose_data_path_of_split(split, file_names)
 
     def _list_saved_arrow_files(self, folder: str) -> list[str]:
         """Returns the Arrow files in a folder that Dataset.save_to_disk has written, as its state.json lists them."""
@@ -379,7 +379,7 @@ class HubTables(ArrowTables):
         splits = {name: [os.path.relpath(path, root) for path in paths] for name, paths in self._by_split.items()}
         return self._normalize_split_names(splits, ":")
 
-    def _make_split_path(self, split: str, file_names: list[str]) -> str:
+    def _compose_data_path_of_split(self, split: str, file_names: list[str]) -> str:
         return f"{self.root}:{next(name for name in self._by_split if SPLITS.get(name.lower()) == split)}"
 
 
@@ -393,7 +393,7 @@ class ParquetTables(Tables):
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        names = list(islice((name for name in peek_files_below(files) if name.lower().endswith(cls.suffix)), _TRIED))
+        names = list(islice((name for name in walk_some_files(files) if name.lower().endswith(cls.suffix)), _TRIED))
         if not names:
             return False
         from dstrain.data.files.arrow import can_hold_bytes
@@ -416,11 +416,11 @@ class ParquetTables(Tables):
         return "; ".join(filter(None, remarks))
 
     def iterate_samples(self, partition: str) -> Iterator[Sample]:
-        (file, names), image, count = self._open_file_with_classes(partition), self.columns.image, 0
+        (file, names), image, count = self._open_file_and_list_classes(partition), self.columns.image, 0
         file.require_not_concatenated()
         columns = self._choose_columns_for_listing(file.schema.names)
         for group in range(file.num_row_groups):
-            chunk = file.read_uncompressed_chunk(group, image)
+            chunk = file.read_chunk_if_uncompressed(group, image)
             for row, values in enumerate(file.iterate_rows(group, [*columns, *([image] if chunk else [])])):
                 offset, size = group * _ROW + row, -1
                 content = _extract_encoded_image(values[image]) if chunk else None

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.files.listing import convert_oserror_to_config_error, list_class_folders
-from dstrain.data.files.local import Files, require_files_of_pattern
+from dstrain.data.files.local import Files, require_files_of_pattern_exist
 from dstrain.data.files.remote import open_files
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.formats.hugging_face import ArrowTables, HubTables, ParquetTables
@@ -49,10 +49,10 @@ def find_split_paths(
     Raises ConfigError if `as_one_set` is True and there are two such folders, or if `path` is a pattern that fits no
     file.
     """
-    splits = _search_train_and_val_folders(path)
+    splits = _find_train_and_val_below(path)
     if splits is None:
         files = open_files(path, cache)
-        require_files_of_pattern(f"data.path={path}", files)
+        require_files_of_pattern_exist(f"data.path={path}", files)
         splits = find_packed_splits(str(path), files)
     if splits is None:
         return path, held_out_path or (
@@ -83,18 +83,18 @@ def _find_hugging_face_held_out(path: str, files: Files) -> str | None:
     return None if tables is None else tables.find_held_out_path()
 
 
-def _search_train_and_val_folders(path: str | Path) -> tuple[str, str] | None:
+def _find_train_and_val_below(path: str | Path) -> tuple[str, str] | None:
     """Returns the paths of train/ and val/ in a folder, or in ImageNet's tree below it, if both hold the same classes.
     Returns None for any other data.
     """
     with convert_oserror_to_config_error(path):
         for tree in _TREES if os.path.isdir(path) else ():
-            if splits := _find_train_and_val_folders(Path(path, tree)):
+            if splits := _find_train_and_val_in(Path(path, tree)):
                 return splits
     return None
 
 
-def _find_train_and_val_folders(root: Path) -> tuple[str, str] | None:
+def _find_train_and_val_in(root: Path) -> tuple[str, str] | None:
     """Returns the paths of train/ and val/ directly in a folder, which may also have similar names, such as training/.
     Returns None if there are no two such folders, or if train/ lacks a class of val/.
 

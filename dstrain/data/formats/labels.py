@@ -55,7 +55,7 @@ class ClassList:
         object.__setattr__(self, "places", places)
         object.__setattr__(self, "numbers", {parse_whole_number(name): places[name] for name in reversed(places)})
 
-    def find_class_index(self, label: int | str, location: str) -> int | str:
+    def find_index_or_keep_label(self, label: int | str, location: str) -> int | str:
         """Returns the label of a class: its index in the list. Returns `label` itself if the list is empty.
 
         label: the name of the class, or a number. A number means the class that has this number as its name. If there
@@ -86,7 +86,7 @@ class ClassList:
         Raises ConfigError if the value is neither a whole number nor a name, or if the list does not have the class.
         """
         if isinstance(value, bool) and self.classes:
-            return self.find_class_index(value, location)
+            return self.find_index_or_keep_label(value, location)
         try:
             text = parse_label(value, self.places)
         except ValueError as error:
@@ -95,7 +95,7 @@ class ClassList:
                 "data.labels=none"
             ) from None
         number = None if text is None or text in self.places or not self.classes else parse_whole_number(text)
-        return None if text is None else self.find_class_index(text if number is None else number, location)
+        return None if text is None else self.find_index_or_keep_label(text if number is None else number, location)
 
     def parse_label_from_name(self, file_name: str, location: str) -> int | str:
         """Returns the label of the class with which a file name begins, up to the first `_`, such as cat for cat_1.png
@@ -109,7 +109,7 @@ class ClassList:
                 f"{location}: {file_name} does not begin with its class, as cat_1.png does, and data.labels=prefix "
                 "asks for that: rename it, or take it away"
             )
-        return self.find_class_index(prefix, location)
+        return self.find_index_or_keep_label(prefix, location)
 
 
 def read_class_list(path: str | None) -> ClassList:
@@ -193,9 +193,12 @@ def parse_dataset_json_labels(content: Any, root: str | Path, recipe_key: str) -
     return labels
 
 
-def name_classes_by_number(labels: dict[str, int]) -> tuple[str, ...]:
-    """Returns the class names "0", "1", ... up to the largest of the `labels`, {file name: label} of a dataset.json."""
-    return tuple(map(str, range(max(labels.values()) + 1)))
+def make_numeric_class_names(labels_by_file: dict[str, int]) -> tuple[str, ...]:
+    """Returns the class names "0", "1", ... up to the largest label.
+
+    labels_by_file: {file name: label} of a dataset.json
+    """
+    return tuple(map(str, range(max(labels_by_file.values()) + 1)))
 
 
 def require_classes_fit_model(
@@ -229,7 +232,7 @@ def require_classes_fit_model(
         remedy = f", or write {labels_off_entry} for a model without labels" if labels_off_entry else ""
         raise ConfigError(
             f"data.path={path} has no classes, and the model learns {num_labels}: put the images of each "
-            f"class into a folder of its own{_suggest_prefix_labels(source)}, or name a list with a column "
+            f"class into a folder of its own{_suggest_labels_by_name_prefix(source)}, or name a list with a column "
             f"`label`, data.path=FILE.csv{remedy}"
         )
     if num_labels is not None and num_labels > 1 and held_out is not None and not held_out.classes:
@@ -250,7 +253,7 @@ def _explain_missing_held_out_classes(path: str, source: Source, held_out: Sourc
     )
 
 
-def _suggest_prefix_labels(source: Source) -> str:
+def _suggest_labels_by_name_prefix(source: Source) -> str:
     """Returns advice, for a message, to take classes from file names (data.labels=prefix) if these look like cat_1.png,
     cat_2.png, dog_7.png, dog_8.png; else "". Looks at some 2000 evenly spaced names.
     """

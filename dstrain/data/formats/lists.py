@@ -77,7 +77,7 @@ class TableList(Layout):
         table = self._open_table()
         return [f"{table.name}:{group}" for group in range(table.count_row_groups())]
 
-    def list_watched_files(self) -> list[str]:
+    def list_files_watched_for_changes(self) -> list[str]:
         return [self._open_table().name]
 
     def iterate_samples(self, partition: str) -> Iterator[Sample]:
@@ -88,11 +88,11 @@ class TableList(Layout):
         self.labels_written = bool(label)
         base, used = self._find_base_folder(table, columns), [column for kind in columns.values() for column in kind]
         split = [column for column in match_column_names(SPLIT_COLUMNS, table.list_columns()) if column not in used][:1]
-        self.record_fold_column(table.list_columns(), used)
+        self.record_cross_validation_column(table.list_columns(), used)
         for line, row in table.iterate_rows([*used, *split], int(group)):
             at = f"{table.where}, {table.noun} {line}"
             for column in split:
-                self.require_same_split(column, row.get(column), at)
+                self.require_split_of_first_row(column, row.get(column), at)
             if table.ragged:
                 self._refuse_new_columns(row, columns, at)
             path = self._read_path(row, columns["path"], at)
@@ -263,7 +263,7 @@ class Metadata(TableList):
         with convert_oserror_to_config_error(self.root, self.request.key):
             files = walk_files(Path(self.root), "", self.request.suffixes, other_suffix_counts=others)
             if unnamed := sum(name not in named for name in files):
-                self.record_left_out(f"{self.request.noun} without a row in {table.name}", unnamed)
+                self.add_left_out_count(f"{self.request.noun} without a row in {table.name}", unnamed)
         self.record_unread_files(others)
 
     def _open_table(self) -> Table:
@@ -339,13 +339,15 @@ class PathList(TableList):
     def _parse_label(self, cell: Any, location: str) -> int | str:
         if self.from_one and isinstance(cell, str) and cell.isdigit():
             names = self.classes[int(cell) - 1 : int(cell)]
-            return self.names.find_class_index(names[0] if names else -1, f"{location}: number {cell} counts from 1")
+            return self.names.find_index_or_keep_label(
+                names[0] if names else -1, f"{location}: number {cell} counts from 1"
+            )
         return super()._parse_label(cell, location)
 
     def _derive_label_from_path(self, path: str, location: str) -> int | str | None:
         folder = os.path.basename(os.path.dirname(path))
         if self.request.labels == "auto" and folder:
-            return self.names.find_class_index(folder, location)
+            return self.names.find_index_or_keep_label(folder, location)
         return super()._derive_label_from_path(path, location)
 
 

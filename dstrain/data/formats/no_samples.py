@@ -41,7 +41,7 @@ def make_no_samples_error(layout: Layout) -> ConfigError:
     """
     request = layout.request
     noun, where = request.noun, f"{request.key}={layout.root}"
-    if uncaptioned := layout.left_out.get(UNCAPTIONED, 0):
+    if uncaptioned := layout.left_out_counts.get(UNCAPTIONED, 0):
         return ConfigError(
             f"{where}: none of its {uncaptioned:,} {noun} has a caption: write X.txt beside X.png, in tars "
             "too, or leave out what asks for captions"
@@ -51,7 +51,7 @@ def make_no_samples_error(layout: Layout) -> ConfigError:
         suffix = splitext(name)[1].lower()
         counts[suffix] += 1
         first.setdefault(suffix, name)
-    if reasons := [f"{count:,} {reason}" for reason, count in layout.left_out.items() if reason[0] != "."]:
+    if reasons := [f"{count:,} {reason}" for reason, count in layout.left_out_counts.items() if reason[0] != "."]:
         return ConfigError(f"{where}: no {noun} in it but {', '.join(reasons)}: put the {noun} themselves there")
     if not counts:
         return ConfigError(f"{where}: no {noun} in it, and no other file: put {noun} into it, or name other data")

@@ -33,7 +33,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from dstrain.data.files.local import Files
-from dstrain.data.formats.base import Layout, Place, Request, Sample, file_exists, peek_folder
+from dstrain.data.formats.base import Layout, Place, Request, Sample, file_exists, list_first_folder_entries
 from dstrain.disk import sealed, small
 from dstrain.recipe import ConfigError, NotRead
 
@@ -226,7 +226,7 @@ def find_packed_splits(path: str, files: Files) -> tuple[str, str] | None:
     """Returns the paths of train/ and held_out/ in the folder `path` if both hold shards of `dstrain pack`; None for
     other data.
     """
-    top = peek_folder(files)
+    top = list_first_folder_entries(files)
     for name in (TRAIN, HELD_OUT):
         if (name, True) not in top or not file_exists(files, f"{name}/{PACKING}"):
             return None
@@ -300,5 +300,5 @@ class PackedFiles(Layout):
             raise ConfigError(f"{problem}; at most {_MAX_FILE_BYTES} are read")
         return self.files.read_span(name_shard(place.file), place.offset, place.size)
 
-    def list_watched_files(self) -> list[str]:
+    def list_files_watched_for_changes(self) -> list[str]:
         return [INDEX, *self.list_partitions()]

@@ -60,4 +60,4 @@ def refuse_or_record_missing_shards(layout: Layout, names: Iterable[str]) -> Non
             f"write {layout.request.key}='{root.rstrip('/')}/{name}' for these alone"
         )
     for name, (own, total) in gaps.items():
-        layout.record_left_out(f"shards of {name}", total - own)
+        layout.add_left_out_count(f"shards of {name}", total - own)

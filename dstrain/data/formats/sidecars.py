@@ -90,7 +90,7 @@ class Beside(Folders):
             if self._by_name is not None:
                 own = self._by_name.get(name)
             if not captions:
-                self.record_left_out(UNCAPTIONED)
+                self.add_left_out_count(UNCAPTIONED)
             else:
                 yield Sample(Place(name), self.resolve_label(own, name), captions)
 
@@ -114,7 +114,7 @@ class Beside(Folders):
                 return captions or _UNREADABLE
         return ()
 
-    def list_watched_files(self) -> list[str]:
+    def list_files_watched_for_changes(self) -> list[str]:
         return [".", *([LABELS] if self._by_name else []), *self._deeper, *self._texts]
 
     def __getstate__(self) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def parse_split_value(value: Any) -> str:
 
 def is_split_name(name: str) -> bool:
     """Returns whether a folder has the name of a split: train, val2017, training_set, held_out, seg_test, trainA."""
-    split, others = _extract_split_word(name)
-    return bool(split) and all(word in _BESIDE or word.isdigit() or _find_split_of_word(word) for word in others)
+    split, others = _extract_split_and_other_words(name)
+    return bool(split) and all(word in _BESIDE or word.isdigit() or _map_word_to_split(word) for word in others)
 
 
 def find_split_folders(folders: Iterable[str]) -> list[str]:
@@ -79,12 +79,14 @@ def find_split_folders(folders: Iterable[str]) -> list[str]:
     folders: the names of all folders directly in one folder.
     """
     by_rest: dict[tuple[str, ...], list[str]] = defaultdict(list)
-    for name in sorted(name for name in folders if _extract_split_word(name)[0]):
-        by_rest[_extract_split_word(name)[1]].append(name)
+    for name in sorted(name for name in folders if _extract_split_and_other_words(name)[0]):
+        by_rest[_extract_split_and_other_words(name)[1]].append(name)
     splits = sorted(name for names in by_rest.values() for name in names if is_split_name(name))
     if len(splits) > 1:
         return splits
-    several = (names for names in by_rest.values() if len({_extract_split_word(name)[0] for name in names}) > 1)
+    several = (
+        names for names in by_rest.values() if len({_extract_split_and_other_words(name)[0] for name in names}) > 1
+    )
     return sorted(name for names in several for name in names)
 
 
@@ -157,18 +159,18 @@ def _refuse_splits_in_classes(root: Path, folders: Sequence[str], recipe_key: st
             )
 
 
-def _extract_split_word(name: str) -> tuple[str, tuple[str, ...]]:
+def _extract_split_and_other_words(name: str) -> tuple[str, tuple[str, ...]]:
     """Returns the split that a folder's name contains, and the other words and numbers of the name: ("test", ("seg",))
     for "seg_test". The split is "" if no word means one.
     """
     parts = re.sub(r"(?<=[a-z])([A-Z])", r" \1", name).lower()
     words = re.findall(r"[a-z]+|[0-9]+", _HELD_OUT.sub(r"\1out", parts))
     for place, word in enumerate(words):
-        if split := _find_split_of_word(word):
+        if split := _map_word_to_split(word):
             return split, (*words[:place], *words[place + 1 :])
     return "", tuple(words)
 
 
-def _find_split_of_word(word: str) -> str:
+def _map_word_to_split(word: str) -> str:
     """Returns the split that a word means: "train" for "train", "training" or "trainset"; "" if it means none."""
     return next(filter(None, (SPLITS.get(word.removesuffix(end)) for end in _ENDS)), "")

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
-from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, peek_folder
+from dstrain.data.formats.base import UNCAPTIONED, Layout, Place, Request, Sample, list_first_folder_entries
 from dstrain.data.formats.hugging_face import iterate_file_names_by_suffix
 from dstrain.data.formats.shards import refuse_or_record_missing_shards
 from dstrain.data.formats.splits import find_split_in_path, is_split_name, refuse_split_folders_in_archive
@@ -64,7 +64,7 @@ class Tars(Layout):
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
         if _has_several_paths(root):
             return _has_tar_suffix(root)
-        return any(_has_tar_suffix(name) for name, inner in peek_folder(files) if not inner)
+        return any(_has_tar_suffix(name) for name, inner in list_first_folder_entries(files) if not inner)
 
     def list_partitions(self) -> list[str]:
         """Returns the names of the .tar files.
@@ -107,7 +107,7 @@ class Tars(Layout):
                 f"{self.request.key}='{self.root}/train-*.tar', or all by '{self.root}/*.tar'"
             )
 
-    def list_watched_files(self) -> list[str]:
+    def list_files_watched_for_changes(self) -> list[str]:
         return ["", *self.list_partitions()]
 
     def iterate_samples(self, partition: str) -> Iterator[Sample]:
@@ -131,7 +131,7 @@ class Tars(Layout):
                         "with one dot"
                     )
                 if "other" not in sample and not sample.keys().isdisjoint(_TEXTS):
-                    self.record_left_out(f"keys with a text or label and without one of the {self.request.noun}")
+                    self.add_left_out_count(f"keys with a text or label and without one of the {self.request.noun}")
                 continue
             own = _find_label(sample)
             if labelled and "damaged" in sample and own is None:
@@ -142,7 +142,7 @@ class Tars(Layout):
                 )
             captions = sample.get("txt") or sample.get("captions") or ()
             if self.request.captions and not captions and self.request.noun != "clips":
-                self.record_left_out(UNCAPTIONED)
+                self.add_left_out_count(UNCAPTIONED)
                 continue
             name = f"{partition}/{key}"
             if self.request.labels == "auto":
@@ -185,7 +185,7 @@ class Tars(Layout):
                         continue
                     if not member.isreg() or member.issparse():
                         if f".{suffix}" in suffixes:
-                            self.record_left_out(
+                            self.add_left_out_count(
                                 "links" if member.issym() or member.islnk() else "sparse or special files"
                             )
                         continue
@@ -224,7 +224,7 @@ class Tars(Layout):
         if "place" not in sample or rank < sample["rank"]:
             sample |= {"place": (member.offset_data, member.size), "rank": rank}
         elif not is_clip:
-            self.record_left_out(f"further {self.request.noun} of a key")
+            self.add_left_out_count(f"further {self.request.noun} of a key")
 
     def _add_text_member(self, sample: dict[str, Any], suffix: str, file: BinaryIO, member: tarfile.TarInfo) -> None:
         """Reads a .txt, .cls or .json member, and stores its captions or label in `sample`, the entries of its key.
@@ -267,7 +267,7 @@ class Tars(Layout):
                 sample["damaged"] = member.name
 
 
-class _Headers:
+class _SizeCappedFile:
     """Wraps a file from which tarfile reads headers. Reading more than 1 MiB at once, as a hostile header asks for,
     raises ReadError.
     """
@@ -292,7 +292,7 @@ def _iterate_member_headers(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     last = -1
     while start is not None:
         file.seek(start)
-        with tarfile.open(fileobj=_Headers(file), mode="r:") as archive:
+        with tarfile.open(fileobj=_SizeCappedFile(file), mode="r:") as archive:
             for member in archive:
                 archive.members = []  # tarfile would keep them all in memory
                 if member.offset <= last or member.size < 0:

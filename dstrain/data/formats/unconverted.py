@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.formats.base import Request, peek_folder
+from dstrain.data.formats.base import Request, list_first_folder_entries
 from dstrain.recipe import ConfigError
 
 # Files of a CIFAR by folder: (training files, test file, file with the names of the classes).
@@ -109,7 +109,7 @@ def _refuse_flat_imagenet_validation(root: str, request: Request) -> None:
 
 def is_single_npz(files: Files) -> bool:
     """Returns whether the data are a single file whose name ends in .npz."""
-    names = peek_folder(files)
+    names = list_first_folder_entries(files)
     return len(names) == 1 and names[0][0].lower().endswith(".npz") and not names[0][1]
 
 
@@ -147,10 +147,10 @@ def has_latents(folder: Path) -> bool:
     """
     if (folder / "dataset.json").is_file() or next(folder.glob("[!.]*.safetensors"), None) is not None:
         return True
-    return find_fast_dit_folders(folder) is not None
+    return find_features_and_labels_folders(folder) is not None
 
 
-def find_fast_dit_folders(folder: Path) -> tuple[Path, Path] | None:
+def find_features_and_labels_folders(folder: Path) -> tuple[Path, Path] | None:
     """Returns the first pair of folders NAME_features and NAME_labels in a folder, as fast-DiT writes latents; None if
     there is none.
     """

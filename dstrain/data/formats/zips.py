@@ -8,15 +8,14 @@ import os
 import stat
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from dstrain.data.files.listing import METADATA, convert_oserror_to_config_error, join_first
 from dstrain.data.files.local import Files, is_hidden_path
 from dstrain.data.files.remote import Missing
 from dstrain.data.files.zipped import Members, iterate_zip_members, read_zip_member
-from dstrain.data.formats.base import Layout, Place, Request, Sample, peek_folder
-from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, name_classes_by_number, parse_dataset_json_labels
+from dstrain.data.formats.base import Layout, Place, Request, Sample, list_first_folder_entries
+from dstrain.data.formats.labels import LABELS, MAX_LABELS_BYTES, make_numeric_class_names, parse_dataset_json_labels
 from dstrain.data.formats.splits import refuse_split_folders_in_archive
 from dstrain.data.formats.tars import MAX_BYTES
 from dstrain.disk import small
@@ -32,11 +31,11 @@ class Zips(Layout):
 
     def __init__(self, root: str, files: Files, request: Request) -> None:
         super().__init__(root, files, request)
-        self.name = peek_folder(files)[0][0]
+        self.name = list_first_folder_entries(files)[0][0]
 
     @classmethod
     def recognises(cls, root: str, files: Files, request: Request) -> bool:
-        names = peek_folder(files)
+        names = list_first_folder_entries(files)
         return len(names) == 1 and names[0][0].lower().endswith(".zip") and not names[0][1]
 
     def list_partitions(self) -> list[str]:
@@ -50,7 +49,7 @@ class Zips(Layout):
         """
         try:
             with convert_oserror_to_config_error(self.root, self.request.key):
-                members, labels, top = self._list_members_and_labels(partition)
+                members, labels, top = self._list_members_labels_and_folder(partition)
             members.require_no_overlap()
         except Missing:
             raise
@@ -70,9 +69,9 @@ class Zips(Layout):
                     "pack it anew"
                 )
             if absent := len(labels) - len(set(names)) if labels else 0:
-                self.record_left_out(f"that {LABELS} names and that are not there", absent)
+                self.add_left_out_count(f"that {LABELS} names and that are not there", absent)
             if labels:
-                self.classes = name_classes_by_number(labels)
+                self.classes = make_numeric_class_names(labels)
             by_name, order = labels.get, sorted(range(len(names)), key=names.__getitem__)
         self.classes = self.class_list.classes or (self.classes if self.request.labels == "auto" else ())
         for place in order:
@@ -88,7 +87,7 @@ class Zips(Layout):
     def read(self, place: Place) -> bytes:
         return read_zip_member(self.files, self.name, place.offset, place.size, MAX_BYTES)
 
-    def _list_members_and_labels(self, zip_name: str) -> tuple[Members, dict[str, int] | None, str]:
+    def _list_members_labels_and_folder(self, zip_name: str) -> tuple[Members, dict[str, int] | None, str]:
         """Returns three things: the members that are samples; {name: label} from dataset.json, or None without it; and
         the folder that holds all samples, "" or a path that ends in a slash.
 
@@ -107,7 +106,7 @@ class Zips(Layout):
                 if not is_sample and not is_table:
                     stem, suffix = os.path.splitext(name)
                     if folders[-1] in METADATA:
-                        self.record_left_out(f"{folders[-1]}, which is read beside unpacked files alone,")
+                        self.add_left_out_count(f"{folders[-1]}, which is read beside unpacked files alone,")
                     else:
                         others[suffix.lower()] += 1
                     if self.request.captions and suffix.lower() in (".txt", ".json"):
@@ -116,7 +115,7 @@ class Zips(Layout):
                 is_link = stat.S_ISLNK(member.external_attr >> 16)
                 if is_link or ".." in folders or "" in folders:
                     if is_sample:
-                        self.record_left_out("links" if is_link else "whose names lead outside")
+                        self.add_left_out_count("links" if is_link else "whose names lead outside")
                     continue
                 if member.flag_bits & 1:
                     raise ConfigError(f"its member {name[:100]} is encrypted")
@@ -131,7 +130,7 @@ class Zips(Layout):
                 if self.request.captions:
                     stems.add(os.path.splitext(name)[0])
         if captions := sum(stem in stems for stem in texts):
-            self.record_left_out(
+            self.add_left_out_count(
                 "captions in X.txt or X.json, which are read beside unpacked files and in tars alone,", captions
             )
         self.record_unread_files(others)
@@ -148,7 +147,7 @@ class Zips(Layout):
         labels = None
         for table in tables:
             if table.orig_filename != top + LABELS:
-                self.record_left_out(f"{LABELS} in a folder within")
+                self.add_left_out_count(f"{LABELS} in a folder within")
             else:
                 size, packed = table.file_size, table.compress_size
                 if size > MAX_LABELS_BYTES:
@@ -162,7 +161,7 @@ class Zips(Layout):
                     raise ConfigError(f"its {LABELS} cannot be read ({error})") from None
         return members, labels, top
 
-    def _make_class_lookup(self, sample_names: list[str]) -> Any:
+    def _make_class_lookup(self, sample_names: list[str]) -> Callable[[str], str | None]:
         """Returns a function that takes a sample's name and returns its class, which is the name's first folder. Sets
         `classes` to these folders. If no name has a folder, the function always returns None.
 

@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from dstrain.data.files.listing import join_first, map_in_threads
-from dstrain.data.files.local import Files, require_files_of_pattern
+from dstrain.data.files.local import Files, require_files_of_pattern_exist
 from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.index.alike import require_same_data_on_machines
@@ -135,7 +135,7 @@ def _find_or_make_index(
         found = _open_index_if_current(folder, path, files, request)
         if found is not None:
             return found
-    require_files_of_pattern(f"{request.key}={path}", files)
+    require_files_of_pattern_exist(f"{request.key}={path}", files)
     layout, folder = recognise_layout(path, files, request), folders[0]
     if index_folder is None and not request.measured and not _name_unfinished_folder(folder).exists():
         index = _make_small_index_in_memory(layout)
@@ -252,7 +252,7 @@ def _choose_files_to_watch(layout: Layout) -> list[str]:
     """Returns the names of the files and folders to watch: if one of them changes, the index is outdated. These are at
     most 10,000 evenly spaced names of the layout, and the files of captions and of classes that the recipe names.
     """
-    request, names = layout.request, layout.list_watched_files()
+    request, names = layout.request, layout.list_files_watched_for_changes()
     if len(names) > _WATCHED:
         names = [names[place] for place in np.linspace(0, len(names) - 1, _WATCHED).astype(int).tolist()]
     lists = zip(_OF_REQUEST, (request.captions_file, request.class_list))
@@ -276,7 +276,7 @@ def _make_small_index_in_memory(layout: Layout) -> Index | None:
             columns.add_sample(sample, layout)
             if columns.number > _SMALL:
                 return None
-    layout.require_consistent_listing()
+    layout.check_after_listing()
     return columns.make_index(layout)
 
 
@@ -303,7 +303,7 @@ def _make_index_on_disk(layout: Layout, folder: Path) -> Index:
         lines.append_lines(journal, json.dumps(plan) + "\n")
         columns, done = Columns(building, classes=layout.classes), 0
     _add_samples_of_partitions(layout, columns, pieces, done, journal)
-    layout.require_consistent_listing()
+    layout.check_after_listing()
     more = [name for name in _choose_files_to_watch(layout) if name not in set(watch_list)]  # folders met while listing
     get_phases().enter_phase(f"writing the index of {layout.root}")
     columns.make_index(layout)

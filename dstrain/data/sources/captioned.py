@@ -45,7 +45,7 @@ class Captioned(Images):
     @property
     def num_uncaptioned(self) -> int:
         """Returns the number of images that were left out, since they have no caption."""
-        return self.layout.left_out.get(UNCAPTIONED, 0)
+        return self.layout.left_out_counts.get(UNCAPTIONED, 0)
 
     def read(self, index: int, random_number: float | None = None) -> Item:
         """Reads an image and its caption, without a label."""

@@ -18,7 +18,7 @@ from dstrain.data.builtin.emoji import EMOJI, Emoji
 from dstrain.data.builtin.fashion import FASHION, FASHION_PATH, SPLITS, Fashion
 from dstrain.data.cached.rows import pack_caption
 from dstrain.data.decode.crops import Crop
-from dstrain.data.decode.pixels import SUFFIXES, decode_whole_image, to_tensor
+from dstrain.data.decode.pixels import SUFFIXES, decode_uncropped_image, to_tensor
 from dstrain.data.files.storage import retry
 from dstrain.data.formats.base import Layout, Place, Request
 from dstrain.data.formats.imagenet import find_split_paths
@@ -170,7 +170,7 @@ class Images(Indexed):
         numbers: random numbers in [0, 1) for a random crop; None: the centre crop
         """
         file, upright = fetch_encoded_file(self.layout, place), self.layout.request.upright
-        image = decode_whole_image(file, self.channels, (width, height) if self.draft else None, upright)
+        image = decode_uncropped_image(file, self.channels, (width, height) if self.draft else None, upright)
         cut = self.crop(image, width, height, numbers)
         if not self.sizes:
             return {"image": to_tensor(cut.image)}

@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 from dstrain import recipe
 from dstrain.commands.job import complete_and_check_recipe
 from dstrain.data.decode.clips import Cut, read_clip
-from dstrain.data.decode.pixels import SUFFIXES, decode_whole_image
+from dstrain.data.decode.pixels import SUFFIXES, decode_uncropped_image
 from dstrain.data.formats.base import Request
 from dstrain.data.index.build import open_index
 from dstrain.data.open import make_data_request
@@ -63,9 +63,9 @@ def test_orientation_of_pictures(tmp_path, suffix, turn):
         folder.mkdir()
         Image.fromarray(plain).save(folder / f"x.{suffix}", exif=with_orientation(turn), quality=95)
     shown = TURNS[turn](plain)
-    image = np.asarray(decode_whole_image(first / f"x.{suffix}", 3))
+    image = np.asarray(decode_uncropped_image(first / f"x.{suffix}", 3))
     assert near(image, shown)
-    assert near(np.asarray(decode_whole_image(first / f"x.{suffix}", 3, upright=False)), plain)
+    assert near(np.asarray(decode_uncropped_image(first / f"x.{suffix}", 3, upright=False)), plain)
     for folder, upright, expected in ((first, True, shown), (second, False, plain)):
         request = Request(SUFFIXES, upright=upright, measured=True)
         layout, index = open_index(folder, request, tmp_path / f"index-{folder.name}")
@@ -85,7 +85,7 @@ def test_nonsense_turns_nothing(exif):
     buffer = io.BytesIO()
     Image.fromarray(quarters()).save(buffer, "JPEG", exif=exif, quality=95)
     buffer.seek(0)
-    assert near(np.asarray(decode_whole_image(buffer, 3)), quarters())
+    assert near(np.asarray(decode_uncropped_image(buffer, 3)), quarters())
 
 
 @pytest.mark.parametrize("turn", TURNS)
@@ -157,9 +157,9 @@ def test_a_transparent_grey(depth):
         file = png(depth, 0, values, struct.pack(">H", clear))
         expected = [255 if value == clear else round(value * 255 / most) for value in values]
         for channels in (1, 3):
-            image = np.asarray(decode_whole_image(file, channels)).reshape(len(values), channels)
+            image = np.asarray(decode_uncropped_image(file, channels)).reshape(len(values), channels)
             assert (image == np.array(expected)[:, None]).all(), (clear, image)
-        alpha = np.asarray(decode_whole_image(file, 4))[0, :, 3]
+        alpha = np.asarray(decode_uncropped_image(file, 4))[0, :, 3]
         assert alpha.tolist() == [0 if value == clear else 255 for value in values]
 
 
@@ -168,7 +168,7 @@ def test_a_transparent_colour(depth):
     """Oracle: as for grey."""
     most = 2**depth - 1
     file = png(depth, 2, [most, 0, 0, 0, most, 0], struct.pack(">3H", 0, most, 0))
-    assert np.asarray(decode_whole_image(file, 3))[0].tolist() == [[255, 0, 0], [255, 255, 255]]
+    assert np.asarray(decode_uncropped_image(file, 3))[0].tolist() == [[255, 0, 0], [255, 255, 255]]
 
 
 def test_older_runs_keep_theirs(tmp_path):

@@ -88,12 +88,12 @@ def test_webdataset(tmp_path, plain):
         f"no. {i}" for i in range(5, len(files))
     ]
     whole = open_images(tmp_path / "shards", 16, request=request)
-    assert whole.layout.left_out == {UNCAPTIONED: 5} and len(whole) == len(files) - 5
+    assert whole.layout.left_out_counts == {UNCAPTIONED: 5} and len(whole) == len(files) - 5
     layout = whole.layout
     for _ in (0, 1):  # as when a large index moves to a disk
         layout.notes.clear()
         assert sum(1 for part in layout.list_partitions() for _ in layout.iterate_samples(part)) == len(whole)
-        assert layout.list_watched_files() and layout.left_out == {UNCAPTIONED: 5}
+        assert layout.list_files_watched_for_changes() and layout.left_out_counts == {UNCAPTIONED: 5}
     (tmp_path / "shards" / "out-00002.tar").rename(tmp_path / "LAST.TAR")
     assert len(last := open_images(tmp_path / "LAST.TAR", 16)) == len(files) - 10 and last[0]
 

@@ -287,7 +287,7 @@ def test_captions_beside_images(tmp_path):
     source = open_images(root, 16, request=request)
     captioned = ["a/0.png", "a/1.png", "b/3.png", "b/4.png", "b/c/6.png"]
     assert [source.name_sample(index) for index in range(len(source))] == captioned
-    assert source.layout.left_out == {UNCAPTIONED: 2} and source.classes == ("a", "b")
+    assert source.layout.left_out_counts == {UNCAPTIONED: 2} and source.classes == ("a", "b")
     plain = {plain.name_sample(index): plain[index] for plain in [open_images(root, 16)] for index in range(7)}
     for index, caption, label in ((0, "one", 0), (1, "three", 0), (2, "four", 1)):
         item = source[index]

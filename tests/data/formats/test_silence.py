@@ -869,7 +869,7 @@ def test_what_is_left_out_is_counted_once(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for _ in range(2):
         source = open_sources(Data(path=str(tmp_path / "d"), image_size=8))[0]
-        assert source.index.folder and source.layout.left_out == {".tif": 6}
+        assert source.index.folder and source.layout.left_out_counts == {".tif": 6}
 
 
 def test_patterns_choose_files(tmp_path):

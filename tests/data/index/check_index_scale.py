@@ -64,7 +64,7 @@ def make_index(root: Path, number: int, kept: Path) -> None:
             numbers.write(np.resize(labels, count).tobytes())
     state = {"number": number, "sizes": sizes, "kinds": ["int", False], "classes": [], "most": 0}
     Columns(building, state=state).make_index(layout)
-    watched = layout.list_watched_files()
+    watched = layout.list_files_watched_for_changes()
     atomic.write_file(
         building / WATCHED, sealed.render_sealed_json({"names": watched, "stats": _read_file_stats(layout, watched)})
     )
