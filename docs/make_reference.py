@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 from dstrain import systems
 from dstrain.commands.main import VERBS, find_options_class
 from dstrain.commands.options.command import format_help
-from dstrain.engine.schema import STAGE_3, collect_decisions_by_key
+from dstrain.engine.schema import STAGE_3, collect_support_decisions_by_key
 from dstrain.recipe import Run
 from dstrain.recipe.section import find_resume_rule, find_section_class
 
@@ -216,7 +216,7 @@ def make_deepspeed() -> str:
     lines = [MADE, DEEPSPEED]
     for verdict, text in VERDICTS.items():
         lines += [f"## {text}\n", "| key | what it does |" if verdict == "supported" else "| key | why |", "|---|---|"]
-        for key, decision in sorted(collect_decisions_by_key().items()):
+        for key, decision in sorted(collect_support_decisions_by_key().items()):
             if decision.verdict == verdict:
                 high = key.startswith("zero_optimization.") and key.split(".")[1] in STAGE_3
                 lines.append(f"| `{key}` | {escape(decision.words)}{'. *Stage 3.*' if high else ''} |")

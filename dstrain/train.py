@@ -110,7 +110,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
         training.watchdog.enter_phase(done + 1)
         ballot = group.Ballot(lambda: has_reason_to_stop(training))
         try:
-            with training.pieces.allow_stops():
+            with training.pieces.allow_stops_between_pieces():
                 losses = take_step(
                     done, run, training.system, engines, training.batches, tracker, course.num_dropped, ballot.cast_vote
                 )
@@ -123,13 +123,13 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
             left = True
             break
         training.stops.defer_stops_to_main_thread(None)
-        training.ema.update_averages(done, engines.collect_update_flags())
+        training.ema.update_averages(done, engines.collect_part_change_flags())
         done += 1
         throughput.record_step_end(done, losses)
         tracker.move_progress_bar(done)
         training.saves.report_finished_save()  # reports saves that have ended meanwhile
         stop = ballot.await_outcome()  # everyone together
-        if trouble := course.record_step(done, engines.collect_update_flags().values(), losses, done == run.steps):
+        if trouble := course.record_step(done, engines.collect_part_change_flags().values(), losses, done == run.steps):
             done, stop = roll_back(training, done, trouble), False  # raises where there is no way back
             continue
         last = stop or done == run.steps
@@ -191,7 +191,7 @@ def draw_samples_and_measure_metrics(
         for (task, interval, source), has in zip(tasks, already_done):
             if source is None or has or not is_due(interval, done, last):
                 continue
-            with training.pieces.allow_stops():
+            with training.pieces.allow_stops_between_pieces():
                 score = task(training, done)
             if score is not None and saved:
                 training.saver.add_score(done, score)
@@ -317,7 +317,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
     )
     first = load_or_initialize_weights(run, engines, ema, saves, system, resume.step)
     if resume.allow_change:
-        course.exclude_rollbacks_from_limit()
+        course.exclude_past_rollbacks_from_limit()
     if first < (earlier := folders.read_last_saved_step(folder)):
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():

@@ -228,7 +228,7 @@ MISTAKES = [
     (
         "online weights shown for the average",
         "dstrain/engine/ema/shadow.py",
-        "use_flats_as_weights(shadows[chosen])",
+        "use_flat_tensors_as_weights(shadows[chosen])",
         "showing(self._masters[part].flats)",
         "tests/engine/ema/test_shadow.py::test_reset_and_what_is_shown",
     ),

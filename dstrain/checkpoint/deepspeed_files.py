@@ -82,7 +82,7 @@ def read_deepspeed_checkpoint(folder: Path, trusted: bool, dtype: str) -> Checkp
     Raises ConfigError if files are missing or damaged, or if the checkpoint is of a kind that cannot be merged, such as
     a pipeline-parallel one.
     """
-    optimizers, models = _find_files_by_rank(folder)
+    optimizers, models = _find_optimizer_and_model_files(folder)
     masters = (
         {path.parent.name: path for path in sorted(folder.glob("zero/*/fp32.pt"))}
         if is_universal_checkpoint(folder)
@@ -144,7 +144,7 @@ def _is_checkpoint_folder(folder: Path) -> bool:
     return bool(list_deepspeed_files(folder)) or is_universal_checkpoint(folder)
 
 
-def _find_files_by_rank(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
+def _find_optimizer_and_model_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     """Returns {data-parallel rank: optimizer file} and {data-parallel rank: model file} of a folder. Raises ConfigError
     for files of pipeline, tensor or expert parallelism, for two files of one rank, or if rank 0's model file is
     missing.

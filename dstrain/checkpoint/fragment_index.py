@@ -154,20 +154,20 @@ class FragmentIndex(TensorLocator):
         return [name for name in self._shapes if self.has_tensor(kind, name)]
 
     def has_tensor(self, kind: str, name: str) -> bool:
-        first, last = self._find_table_columns(kind, name)
+        first, last = self._find_column_range_of_tensor(kind, name)
         return first < last
 
-    def _find_shape_of_kind(self, kind: str, name: str) -> tuple[int, ...]:
+    def _find_tensor_shape_by_kind(self, kind: str, name: str) -> tuple[int, ...]:
         """Returns the shape of a tensor. For a tensor whose shape is not in the index, such as an optimizer's 8-bit
         codes, returns (number of elements,).
         """
         if name in self._shapes:
             return self._shapes[name]
-        last = self._find_table_columns(kind, name)[1] - 1  # of codes of 8 bits, which are flat
+        last = self._find_column_range_of_tensor(kind, name)[1] - 1  # of codes of 8 bits, which are flat
         return (int(self._table[1, last] + self._table[2, last]),)
 
     def _find_fragments(self, kind: str, name: str, start: int, end: int) -> list[tuple[int, Span]]:
-        first, last = self._find_table_columns(kind, name)
+        first, last = self._find_column_range_of_tensor(kind, name)
         starts = self._table[1, first:last]
         begin = max(int(np.searchsorted(starts, start, "right")) - 1, 0)
         stop = int(np.searchsorted(starts, end)) + 1  # one more, which ends a gap
@@ -181,7 +181,7 @@ class FragmentIndex(TensorLocator):
             pieces.append((element, Span(path, place, SIZES[self.dtype] * numel)))
         return pieces
 
-    def _find_table_columns(self, kind: str, name: str) -> tuple[int, int]:
+    def _find_column_range_of_tensor(self, kind: str, name: str) -> tuple[int, int]:
         """Returns (start, stop), the columns of the index's table that describe a tensor's fragments. start equals stop
         if the tensor has none.
         """

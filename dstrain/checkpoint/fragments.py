@@ -220,7 +220,7 @@ def read_flattened_slice(value: Tensor, start: int, numel: int) -> Tensor:
     )
 
 
-def make_stored_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
+def make_lazily_read_weights(shards: Shards | IndexedShards, kind: str) -> dict[str, Tensor]:
     """Returns {state-dict name: StoredWeight} of all weights: their values of one kind, such as "master" or an average.
     A frozen weight has no averages: its values are always the masters. A StoredWeight is a tensor whose values are read
     when they are needed.

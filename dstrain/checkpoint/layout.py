@@ -76,14 +76,14 @@ class TensorLocator(ABC):
     def has_tensor(self, kind: str, name: str) -> bool:
         """Returns whether the tensor `name` is stored as this kind."""
 
-    def choose_kind_of_each_tensor(self, kind: str) -> dict[str, str]:
-        """Returns {tensor name: kind to read} for a network whose weights are wanted as `kind`, for example an average.
-        Tensors that are stored as `kind` are read as this kind, all others, such as frozen weights, as "master".
+    def choose_kind_of_each_tensor(self, wanted_kind: str) -> dict[str, str]:
+        """Returns {tensor name: kind to read} for a network whose weights are wanted as `wanted_kind`, for example an
+        average. Tensors that are stored as this kind are read as it, all others, such as frozen weights, as "master".
         """
-        own = self.list_tensor_names(kind)
-        return dict.fromkeys(self.list_tensor_names("master"), "master") | dict.fromkeys(own, kind)
+        own = self.list_tensor_names(wanted_kind)
+        return dict.fromkeys(self.list_tensor_names("master"), "master") | dict.fromkeys(own, wanted_kind)
 
-    def _find_shape_of_kind(self, kind: str, name: str) -> tuple[int, ...]:
+    def _find_tensor_shape_by_kind(self, kind: str, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
     @abstractmethod
@@ -112,7 +112,7 @@ class TensorLocator(ABC):
         """
         if not self.has_tensor(kind, name):
             raise self._make_unknown_tensor_error(name, self.list_tensor_names(kind), kind)
-        shape = self._find_shape_of_kind(kind, name)
+        shape = self._find_tensor_shape_by_kind(kind, name)
         end = math.prod(shape) if end is None else end
         if not 0 <= start <= end <= math.prod(shape):
             raise ConfigError(f"{self.part}: elements {start} .. {end} of {name} are outside of shape {shape}")
@@ -225,7 +225,7 @@ class Fragments(Index):
                 raise make_damage_error(self.folder, str(error)) from None
 
 
-def find_reconstructed_folder(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
+def find_reconstructed_average(folder: Path, width: float, step: int | None, checkpoint: Path | None) -> Path | None:
     """Returns the folder into which `dstrain reconstruct` has written an average of the weights of the run in `folder`.
     Returns None if there is none, or if `checkpoint` holds this average itself.
 

@@ -55,7 +55,7 @@ def read_manifest(path: str | os.PathLike) -> dict:
     Raises OSError if the storage fails.
     """
     try:
-        body = sealed.parse_sealed_json(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
+        body = sealed.parse_json_if_hash_matches(small.read_bytes(Path(path) / NAME, _MAX_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{NAME} is missing") from None
     except OSError as error:

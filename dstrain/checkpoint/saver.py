@@ -257,7 +257,7 @@ class HostCopies:
         if self._buffers:
             return None
         nbytes = 4 * sum(len(values) for own in entries.values() for _, _, values in own)
-        ranks = group.gather_objects((socket.gethostname(), nbytes, measure_free_memory()))
+        ranks = group.gather_objects((socket.gethostname(), nbytes, measure_free_host_memory()))
         needed: Counter[str] = Counter()
         free: dict[str, int] = {}
         for host, count, left in ranks:
@@ -313,7 +313,7 @@ def _call_cuda_runtime(call: Callable[..., Any], *arguments: int) -> bool:
     return not failed
 
 
-def measure_free_memory() -> int:
+def measure_free_host_memory() -> int:
     """Returns the bytes of memory that this process can still take: the free memory of the host, or of its container if
     that has less. Returns sys.maxsize if there is no /proc/meminfo.
     """

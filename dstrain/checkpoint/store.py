@@ -30,7 +30,7 @@ import torch
 import dstrain
 from dstrain.checkpoint.manifest import NAME, find_file_faults, hash_files, read_manifest
 from dstrain.disk import atomic, owner
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError, NotSaved
 
@@ -189,12 +189,12 @@ class Store:
         def write_entries() -> None:
             body = read_manifest(self._make_step_path(step))
             body["extra"] |= entries
-            atomic.write_file(self._make_step_path(step) / NAME, render_sealed_json(body), make_parent=False)
+            atomic.write_file(self._make_step_path(step) / NAME, render_json_with_hash(body), make_parent=False)
             self._delete_outdated_steps()
 
         self._run_on_rank_0(write_entries)
 
-    def list_rollback_steps(self, before: int, latest_rollback: int | None = None) -> list[int]:
+    def list_possible_rollback_steps(self, before: int, latest_rollback: int | None = None) -> list[int]:
         """Returns the steps, at most `before`, to which a run in trouble may go back: those of routine checkpoints; if
         there are none, those of checkpoints at which the run was stopped. Does not verify their files. Call it on all
         ranks.
@@ -258,7 +258,7 @@ class Store:
         if reason := self._run_on_rank_0(rename_newer_steps):
             raise NotSaved(f"checkpoints after step {after} in {self.folder} cannot be put aside: {reason}")
 
-    def rename_step_back(self, step: int) -> None:
+    def restore_step_put_aside(self, step: int) -> None:
         """Undoes `set_newer_steps_aside` for one step: gives its checkpoint the old name. Ignores failures. Call it on
         all ranks.
         """
@@ -306,7 +306,7 @@ class Store:
         """Writes the manifest into the temporary folder and renames the folder to step_N, flushed to the disk. A
         damaged checkpoint of this step is renamed first, to be deleted later.
         """
-        atomic.write_file(tmp / NAME, render_sealed_json(body), make_parent=False)
+        atomic.write_file(tmp / NAME, render_json_with_hash(body), make_parent=False)
         for folder in [path for path in tmp.rglob("*") if path.is_dir()] + [tmp]:
             atomic.fsync_folder(folder)
         final = self._make_step_path(step)

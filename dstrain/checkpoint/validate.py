@@ -91,7 +91,7 @@ def read_recovery_state(path: Path) -> State:
     return parse_recovery_state(read_manifest(path)["extra"].get("course", {"skipped": skipped}))
 
 
-def write_common_file(folder: Path, common: Common) -> None:
+def write_common_tensors_and_counters(folder: Path, common: Common) -> None:
     """Writes common.safetensors into a folder: small tensors, and the counters of each part as metadata. Call it on one
     rank only.
     """

@@ -197,7 +197,7 @@ def _find_reconstructed_average(order: Order) -> Path | None:
         return None
     steps = _find_checkpoints_by_step(order.source / "checkpoints")
     own = steps.get(max(steps, default=0) if order.step is None else order.step)
-    return layout.find_reconstructed_folder(order.source, width, order.step, own)
+    return layout.find_reconstructed_average(order.source, width, order.step, own)
 
 
 def _find_checkpoints_by_step(store: Path) -> dict[int, Path]:

@@ -169,7 +169,7 @@ def _write_shards_and_index(folder: Path, pictures: Pictures) -> int:
     body = {"format": FORMAT, "noun": "images", "number": sum(record["samples"] for record in records)}
     body |= {"classes": list(classes) if largest >= 0 else [], "captions": 0, "shards": records}
     with explain_write_errors(folder, _REMEDY):
-        atomic.write_file(folder / INDEX, sealed.render_sealed_json(body))
+        atomic.write_file(folder / INDEX, sealed.render_json_with_hash(body))
     return body["number"]
 
 

@@ -48,8 +48,8 @@ from dstrain.data.source import (
     read_items_or_substitutes,
 )
 from dstrain.disk import atomic
-from dstrain.disk.owner import parse_final_name
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.owner import parse_final_name_from_temporary
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, get_phases
 from dstrain.encoders.precision import use_precision
@@ -171,7 +171,7 @@ def _prepare_folder_or_explain(
     for leftover in out.glob("*.tmp"):
         if (
             options.part is None
-            or (parse_final_name(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own
+            or (parse_final_name_from_temporary(leftover) or leftover.name.lstrip(".").removesuffix(".tmp")) in own
         ):
             leftover.unlink()
     needed = count_samples(shard_numbers, encoding["shard_size"], encoding["number"]) * _estimate_sample_bytes(encoding)
@@ -386,7 +386,7 @@ def _write_index_if_complete(
     if group.rank() == 0:
         # Two parts that end at the same time write the same index.
         with nullcontext() if options.part is None else folders.lock_folder(options.out):
-            atomic.write_file(options.out / shards.INDEX, render_sealed_json(index))
+            atomic.write_file(options.out / shards.INDEX, render_json_with_hash(index))
     return index
 
 

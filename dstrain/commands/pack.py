@@ -211,7 +211,7 @@ def _read_finished_shard_records(out: Path) -> dict[int, dict[str, Any]]:
     else {}.
     """
     for name in (INDEX, _TARS):
-        body = sealed.parse_sealed_json((out / name).read_bytes()) if (out / name).is_file() else None
+        body = sealed.parse_json_if_hash_matches((out / name).read_bytes()) if (out / name).is_file() else None
         if body is not None:
             return dict(enumerate(body["shards"]))
     return {}
@@ -225,7 +225,9 @@ def _verify_or_remove_shard(
     before, else {}; other records are read from the disk.
     """
     path, record = _make_shard_path(out, kind, number), _make_shard_record_path(out, number)
-    known = earlier_records.get(number) or (sealed.parse_sealed_json(record.read_bytes()) if record.is_file() else None)
+    known = earlier_records.get(number) or (
+        sealed.parse_json_if_hash_matches(record.read_bytes()) if record.is_file() else None
+    )
     if (
         known is not None
         and path.is_file()
@@ -268,7 +270,7 @@ def _pack_missing_shards(
                 }
             require_few_unreadable_samples(dict(bad), total, options.max_bad_fraction, "files")
             with explain_write_errors(options.out, SAME_COMMAND):
-                atomic.write_file(_make_shard_record_path(options.out, number), sealed.render_sealed_json(record))
+                atomic.write_file(_make_shard_record_path(options.out, number), sealed.render_json_with_hash(record))
             records[number] = record
             # The other ranks are assumed to be as far.
             bar.update(min(here * min(group.world(), len(missing)), bar.total - bar.n))
@@ -383,7 +385,7 @@ def _write_index(
             if plan["format"] == "tar" and index.classes:
                 atomic.write_file(options.out / _CLASSES, "".join(f"{name}\n" for name in index.classes))
             atomic.write_file(
-                options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render_sealed_json(body)
+                options.out / (INDEX if plan["format"] == "shards" else _TARS), sealed.render_json_with_hash(body)
             )
             for number in records:
                 _make_shard_record_path(options.out, number).unlink(missing_ok=True)

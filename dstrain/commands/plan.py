@@ -156,7 +156,7 @@ def search_and_describe_settings(case: Case, json: bool = False) -> tuple[str, b
 
 def _format_estimate_row(estimate: Estimate) -> str:
     """Returns the costs of one combination as a row of the table."""
-    time, free = estimate.time, estimate.chip.memory - estimate.device_bytes - estimate.reserve_bytes
+    time, free = estimate.time, estimate.chip.memory - estimate.device_bytes - estimate.reserved_bytes
     accumulation = estimate.settings["gradient_accumulation_steps"]
     speed = f"{time.total:>9.4g} {estimate.run.batch.global_ / time.total:>10,.0f}" if time else f"{'-':>9} {'-':>10}"
     return (
@@ -204,7 +204,7 @@ def _describe_memory(estimate: Estimate) -> list[str]:
     ]
     lines += [
         f"  {'counted':14} {_format_number(estimate.device_bytes):>10}B",
-        f"  {'reserve':14} {_format_number(estimate.reserve_bytes):>10}B   CUDA context, NCCL, loss of the allocator",
+        f"  {'reserve':14} {_format_number(estimate.reserved_bytes):>10}B   CUDA context, NCCL, loss of the allocator",
     ]
     hosts = ", ".join(f"{kind} {_format_number(size)}B" for kind, size in estimate.counts.host.items() if size)
     per_machine = estimate.host_bytes * min(estimate.layout.gpus_per_node, estimate.layout.world)

@@ -80,7 +80,9 @@ def make_weight_averages(options: ReconstructOptions) -> list[Made]:
         {*USUAL, *(width for part in parts for width in snapshots[-1].get_average_counters(part.part)["widths"])}
     )
     widths = options.widths or [width for width in usual if all(part.can_make_average(width) for part in parts)]
-    misfits = {width: {part.part: part.solve_for_width(width).misfit for part in parts} for width in widths}
+    misfits = {
+        width: {part.part: part.solve_coefficients_for_width(width).misfit for part in parts} for width in widths
+    }
     folder = options.folder / RECONSTRUCTED
     with explain_write_errors(f"folder={options.folder}", "make room there"):
         stores = {

@@ -79,7 +79,7 @@ def make_hidden_path(path: Path, kind: str = "tmp") -> Path:
     return path.with_name(f".{path.name[:180]}.{make_owner_mark()}.{kind}")
 
 
-def parse_final_name(path: Path) -> str | None:
+def parse_final_name_from_temporary(path: Path) -> str | None:
     """Returns NAME of a temporary file or folder ".NAME.MARK.tmp": the name that it gets when it is complete. Returns
     None if `path` has no such name.
     """
@@ -99,7 +99,7 @@ def remove_abandoned_files(folder: Path, name: str | None = None) -> None:
         _swept.add(key)
     with suppress(OSError):
         for path in list(folder.iterdir()):
-            target = parse_final_name(path)
+            target = parse_final_name_from_temporary(path)
             if target is not None and name in (None, target) and _is_owner_dead(path, _STALE_SECONDS):
                 remove_path(path)
 
@@ -136,7 +136,7 @@ class Hold:
     def release(self) -> None:
         """Ends the protection, so that other processes may remove the path. Does nothing if it has ended."""
         if self._mark is not None:
-            _remove_mark(self._mark)
+            _stop_touching_and_remove(self._mark)
             self._mark = None
 
 
@@ -243,7 +243,7 @@ def _is_recorded_folder(folder: Path, device_inode: str, recorded_path: str, nam
     with suppress(OSError):
         if os.path.samefile(recorded_path, folder):  # mounted twice
             return True
-        if _read_mark(Path(recorded_path) / name) == mark:
+        if _read_owner_mark(Path(recorded_path) / name) == mark:
             return False
     return str(os.stat(folder).st_ino) == device_inode.partition(":")[2]
 
@@ -279,8 +279,8 @@ def release_folder_claim(folder: Path) -> None:
         return
     path = folder / f".lease-{claim.number}"
     with suppress(OSError):
-        if str(path) in _touched and _read_mark(path) == claim.mark:
-            _remove_mark(path)
+        if str(path) in _touched and _read_owner_mark(path) == claim.mark:
+            _stop_touching_and_remove(path)
     _stop_touching(path)
 
 
@@ -301,12 +301,12 @@ def _require_intact_claim(folder: Path, claim: Claim) -> None:
     if not folder.is_dir() or (claim.identity is None and not own.exists()):
         raise gone
     with suppress(FileNotFoundError):  # somebody has cleared hidden files away, or another command has come and gone
-        if later.exists() or _read_mark(own) != claim.mark:
+        if later.exists() or _read_owner_mark(own) != claim.mark:
             raise TakenAway(
                 errno.ESTALE, f"it now belongs to {_describe_lease_owner(later if later.exists() else own)}"
             )
     try:
-        identity = claim.identity and _read_mark(folder / IDENTITY)
+        identity = claim.identity and _read_owner_mark(folder / IDENTITY)
     except FileNotFoundError:  # other errors are the storage's, and may pass
         if not own.exists():
             raise gone from None
@@ -355,7 +355,7 @@ def _read_text(path: Path) -> str:
         os.close(descriptor)
 
 
-def _read_mark(path: Path) -> str:
+def _read_owner_mark(path: Path) -> str:
     return _read_text(path).partition("\n")[0].strip()
 
 
@@ -431,7 +431,7 @@ def _stop_touching(path: Path) -> None:
         ended.set()
 
 
-def _remove_mark(path: Path) -> None:
+def _stop_touching_and_remove(path: Path) -> None:
     _stop_touching(path)
     with suppress(OSError):
         path.unlink()

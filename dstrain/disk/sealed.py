@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 
-def render_sealed_json(body: dict[str, Any]) -> bytes:
+def render_json_with_hash(body: dict[str, Any]) -> bytes:
     """Returns the bytes of a JSON file {"hash": ..., "body": ...} with a hash of the body's text. Equal bodies give
     equal bytes.
     """
@@ -15,10 +15,10 @@ def render_sealed_json(body: dict[str, Any]) -> bytes:
     return f'{{"hash": "{digest}",\n"body": {text}}}\n'.encode()
 
 
-def parse_sealed_json(content: bytes) -> dict[str, Any] | None:
-    """Returns the body in the bytes of a file from `render_sealed_json`; None if any byte is missing or altered."""
+def parse_json_if_hash_matches(content: bytes) -> dict[str, Any] | None:
+    """Returns the body in the bytes of a file from `render_json_with_hash`; None if any byte is missing or altered."""
     try:
         body = json.loads(content)["body"]
-        return body if content == render_sealed_json(body) else None  # all bytes: not even a blank may differ
+        return body if content == render_json_with_hash(body) else None  # all bytes: not even a blank may differ
     except (ValueError, KeyError, TypeError, RecursionError):
         return None

@@ -24,7 +24,7 @@ class Pieces:
         self._stops = stops
 
     @contextmanager
-    def allow_stops(self) -> Iterator[None]:
+    def allow_stops_between_pieces(self) -> Iterator[None]:
         """Within the block, `record_piece_of_work` may raise Stopped, on all ranks together, once any rank has a reason
         to stop. Enter it on all ranks. All pieces of work within one block must take about the same time.
         """
@@ -35,7 +35,7 @@ class Pieces:
         finally:
             _open.remove(self)
 
-    def record_piece_and_vote(self) -> None:
+    def record_piece_or_raise_stopped(self) -> None:
         """Counts a piece of work that has ended, such as a micro-batch. After the first one, and then about once a
         second, the ranks vote: if any rank has a reason to stop, Stopped is raised on all. Call it equally often on all
         ranks.
@@ -55,10 +55,10 @@ _open: list[Pieces] = []
 
 
 def record_piece_of_work() -> None:
-    """Records for the watchdog that a piece of work has ended, such as a micro-batch. Within `Pieces.allow_stops`, the
-    ranks may also vote here, and Stopped is raised on all of them if any has a reason to stop: so all ranks must call
-    this function equally often.
+    """Records for the watchdog that a piece of work has ended, such as a micro-batch. Within
+    `Pieces.allow_stops_between_pieces`, the ranks may also vote here, and Stopped is raised on all of them if any has a
+    reason to stop: so all ranks must call this function equally often.
     """
     get_phases().record_progress()
     if _open:
-        _open[-1].record_piece_and_vote()
+        _open[-1].record_piece_or_raise_stopped()

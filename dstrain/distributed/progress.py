@@ -48,7 +48,7 @@ class Phases(AbstractContextManager):
     def __enter__(self) -> "Phases":
         self._left, self._settled = threading.Event(), False
         self.enter_phase("beginning")
-        self.record_printed_output()
+        self.postpone_next_heartbeat_line()
         self._main = threading.get_ident()
         if read_rank_and_world().rank == 0:
             threading.Thread(target=self._print_heartbeat_lines, args=(self._left,), name="phases", daemon=True).start()
@@ -85,14 +85,14 @@ class Phases(AbstractContextManager):
             with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
                 for line in lines:
                     print(line, flush=True)
-            self.record_printed_output()
+            self.postpone_next_heartbeat_line()
 
     def take_printed_lines(self) -> list[str]:
         """Returns the lines that `print_lines` has printed since the last call of this method."""
         lines, self._lines = self._lines, []
         return lines
 
-    def record_printed_output(self) -> None:
+    def postpone_next_heartbeat_line(self) -> None:
         """Records that something was printed just now. This delays the next "still ..." line, which says what the main
         thread is doing, for `quiet` seconds.
         """
@@ -130,7 +130,7 @@ class Phases(AbstractContextManager):
             begins = f"still {phase}, for {lasts:.0f} s" if lasts >= self._quiet else f"now {phase}"
             where, exchanges = find_current_line_of_thread(self._main)
             waits = ", waiting for other ranks" if exchanges and read_rank_and_world().world > 1 else ""
-            self.record_printed_output()
+            self.postpone_next_heartbeat_line()
             if not ended.is_set():
                 self._print(f"{begins}{waits}, at {where}")
 
@@ -172,7 +172,7 @@ class Bar(tqdm):
         if self.disable:
             self.n += n  # tqdm leaves a hidden bar where it began
         else:
-            get_phases().record_printed_output()
+            get_phases().postpone_next_heartbeat_line()
         drawn = super().update(n)
         self._enter_phase()
         return drawn

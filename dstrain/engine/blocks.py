@@ -119,7 +119,7 @@ def require_known_leaf_modules(networks: Mapping[str, nn.Module], settings: dict
                 )
 
 
-def mark_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
+def mark_zero3_leaf_modules(network: nn.Module, settings: dict[str, Any]) -> None:
     """At stage 3, marks the modules that zero_optimization.leaf_module of DeepSpeed's JSON names as ZeRO's leaf
     modules: all weights inside such a module are gathered together. Adds a hook to each of them that makes one of its
     inputs require a gradient. Does nothing at lower stages or without that section. Call it before

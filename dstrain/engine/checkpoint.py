@@ -25,7 +25,7 @@ from torch import Tensor
 
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragment_index import make_shard_index_rows, write_index_files
-from dstrain.checkpoint.fragments import make_stored_weights, open_shards, write_shard
+from dstrain.checkpoint.fragments import make_lazily_read_weights, open_shards, write_shard
 from dstrain.checkpoint.layout import COMMON, make_shard_file_name
 from dstrain.checkpoint.manifest import read_manifest
 from dstrain.checkpoint.saver import Entries, Saver
@@ -35,7 +35,7 @@ from dstrain.distributed.progress import get_phases
 from dstrain.engine.ema import snapshots
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
-from dstrain.engine.optimizers import CODES, restore_bytes_from_floats
+from dstrain.engine.optimizers import CODES, set_bytes_from_reinterpreted_floats
 from dstrain.engine.patches import defer_write_errors, make_universal_checkpoint_entry
 from dstrain.engine.recovery import Divergence, State, make_divergence_advice, require_finite_weights
 from dstrain.recipe import ConfigError, NotRead, Save
@@ -85,7 +85,7 @@ class Checkpoints:
             engines.masters,
             ema,
             save.asynchronous,
-            lambda: self._collect_common_file_content(ema.flats),
+            lambda: self._collect_common_tensors_and_counters(ema.flats),
             lambda line: self.saver.report(line),
         )
 
@@ -134,7 +134,7 @@ class Checkpoints:
             if step not in aside:
                 listed = ", ".join(map(str, sorted({*steps, *aside}))) or "none"
                 raise ConfigError(f"--step {step}: {self.store.folder} holds no such checkpoint; it holds {listed}")
-            self.store.rename_step_back(step)
+            self.store.restore_step_put_aside(step)
         newest = self.store.find_newest_checkpoint(self.saver.report, among=[step])
         if newest is None:
             raise ConfigError(f"--step {step}: that checkpoint is not whole; see the reason above")
@@ -170,7 +170,7 @@ class Checkpoints:
         """
         course = self.course
         self.saver.wait_for_save()
-        steps = self.store.list_rollback_steps(
+        steps = self.store.list_possible_rollback_steps(
             course.find_step_before_trouble(steps_done),
             course.state.rollbacks[-1][1] if course.num_rollbacks else None,
         )
@@ -207,7 +207,7 @@ class Checkpoints:
         """
         require_finite_weights(self._engines.masters, step, self.store)
         self.averages.saver.wait_for_save()
-        common, course = self._collect_common_file_content(), self.course.state
+        common, course = self._collect_common_tensors_and_counters(), self.course.state
         # What the run went back to stays: weights that are finite and destroyed can follow it, and look as good.
         extra = {
             "kind": (ROUTINE if routine else STOP) if course.has_no_trouble else TROUBLE,
@@ -233,7 +233,7 @@ class Checkpoints:
         if self.course.num_rollbacks:
             self.store.add_manifest_entries(step, course=self.course.state.model_dump())
 
-    def _iterate_flats_by_kind(self, part: str, averages_only: bool) -> Iterator[tuple[str, list[Tensor]]]:
+    def _iterate_flat_tensors_by_kind(self, part: str, averages_only: bool) -> Iterator[tuple[str, list[Tensor]]]:
         """Yields (kind, this rank's flat fp32 tensors) for each kind of a part's values that a checkpoint stores:
         "master" for its weights, the optimizer's moments by their names, and "ema.NUMBER" for each average. If
         `averages_only` is True, yields the averages alone, since DeepSpeed's own files hold the others.
@@ -254,8 +254,8 @@ class Checkpoints:
         return {
             part: [
                 (kind, fragment, view)
-                for kind, flats in self._iterate_flats_by_kind(part, self._native)
-                for fragment, view in masters.iterate_views_to_save(flats)
+                for kind, flats in self._iterate_flat_tensors_by_kind(part, self._native)
+                for fragment, view in masters.iterate_fragment_views_to_save(flats)
             ]
             + list(masters.iterate_8bit_moments_to_save())
             + [("master", fragment, values) for fragment, values in masters.iterate_frozen_weights_to_save()]
@@ -280,7 +280,7 @@ class Checkpoints:
         hashes = {name: write_shard(folder / name, entries[part], {"part": part}) for part, name in names.items()}
         self._rows = {part: make_shard_index_rows(entries[part], hashes[name]) for part, name in names.items()}
         if group.rank() == 0:
-            validate.write_common_file(folder, common)
+            validate.write_common_tensors_and_counters(folder, common)
         return hashes
 
     def _write_index_files(self, folder: Path) -> Hashes:
@@ -289,19 +289,20 @@ class Checkpoints:
     def _estimate_checkpoint_bytes(self) -> int:
         """Returns an upper bound of the number of bytes that this rank will write into a checkpoint."""
         copies = {
-            part: len(list(self._iterate_flats_by_kind(part, self._native))) + 4 * self._native
+            part: len(list(self._iterate_flat_tensors_by_kind(part, self._native))) + 4 * self._native
             for part in self._engines
         }
         entry = 40  # bytes in the index
         total = 1 << 20
         for part, masters in self._engines.masters.items():
             total += sum(
-                copies[part] * (4 * view.numel() + entry) for _, view in masters.iterate_views_to_save(masters.flats)
+                copies[part] * (4 * view.numel() + entry)
+                for _, view in masters.iterate_fragment_views_to_save(masters.flats)
             )
             total += sum(4 * values.numel() + entry for _, values in masters.iterate_frozen_weights_to_save())
         return total
 
-    def _collect_common_file_content(self, parts: Collection[str] | None = None) -> validate.Common:
+    def _collect_common_tensors_and_counters(self, parts: Collection[str] | None = None) -> validate.Common:
         """Returns what common.safetensors holds: (tensors, counters), for `parts` or, if it is None, for all parts.
 
         tensors    {name: copy on the CPU} of the system's state and of the parts' buffers
@@ -370,7 +371,7 @@ class Checkpoints:
                             f"{path.name} holds {', '.join(sorted(held))} of {part}, and this optimizer "
                             f"keeps {', '.join(masters.moment_kinds)}: it begins without moments"
                         )
-            for kind, flats in self._iterate_flats_by_kind(part, native):
+            for kind, flats in self._iterate_flat_tensors_by_kind(part, native):
                 if anew and kind in masters.moment_kinds:
                     continue
                 # An average that the checkpoint does not hold (a decay added since) starts from the weights.
@@ -388,7 +389,7 @@ class Checkpoints:
                 values.copy_(shards.read("master", fragment.name, fragment.start, fragment.numel, fragment.shape))
             for kind, name, codes in masters.iterate_8bit_moments():
                 if not anew and shards.has_tensor(kind, name):
-                    restore_bytes_from_floats(codes, shards.read(kind, name))
+                    set_bytes_from_reinterpreted_floats(codes, shards.read(kind, name))
         buffers = validate.select_and_strip_prefix(common, f"buffer/{part}/")
         for name, buffer in _iterate_persistent_buffers(engine.module):
             if name in buffers:
@@ -443,7 +444,7 @@ def read_weights(path: Path, part: str, kind: str = "master", load_values: bool 
         if kind not in shards.list_value_kinds():
             raise ConfigError(f"{path} holds no {kind} of {part}; it holds {', '.join(shards.list_value_kinds())}")
         weights = (
-            make_stored_weights(shards, kind)
+            make_lazily_read_weights(shards, kind)
             if not load_values
             else {
                 name: shards.read(k, name).reshape(shards.find_tensor_shape(name))

@@ -17,7 +17,7 @@ from dstrain.distributed.progress import get_phases
 from dstrain.engine.blocks import (
     HostMemory,
     convert_inputs_to_channels_last,
-    mark_leaf_modules,
+    mark_zero3_leaf_modules,
     require_known_leaf_modules,
     should_compile,
     wrap_block_forwards,
@@ -90,7 +90,7 @@ class Engines(Mapping[str, Any]):
             wrap_block_forwards(
                 network, blocks, recompute, compiled, zero3=read_zero_stage(settings) == 3, host=self.host
             )
-            mark_leaf_modules(network, settings)
+            mark_zero3_leaf_modules(network, settings)
             self._engines[part] = self._initialize_engine(part, network, optimizer, decays, blocks)
             self.masters[part] = Masters(self._engines[part])
             self.masters[part].reset_optimizer_state()
@@ -236,7 +236,7 @@ class Engines(Mapping[str, Any]):
         self._engines[part].backward(loss)
         self.masters[part].step()
 
-    def collect_update_flags(self) -> dict[str, Flag]:
+    def collect_part_change_flags(self) -> dict[str, Flag]:
         """Returns {part: whether its weights changed} for each part that had a turn in this step. The other parts are
         absent.
         """

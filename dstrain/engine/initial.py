@@ -104,7 +104,7 @@ def build_networks(
         for part, network in built.items()
     }
     _require_same_on_all_ranks({f"{part}: {name}": value for part, values in copies.items() for name, value in values})
-    return {part: (network, partial(_pop_all_values, copies[part])) for part, network in built.items()}
+    return {part: (network, partial(_pop_values_one_by_one, copies[part])) for part, network in built.items()}
 
 
 def draw_initial_weights(
@@ -124,9 +124,9 @@ def draw_initial_weights(
                 yield _join_names(prefix, name), value
 
 
-def _pop_all_values(values: list[tuple[str, Tensor]], ignored_names: object = None) -> Iterator[tuple[str, Tensor]]:
+def _pop_values_one_by_one(values: list[tuple[str, Tensor]], *_: object) -> Iterator[tuple[str, Tensor]]:
     """Yields the (name, value) pairs of `values`. Removes each pair from the list, so that its memory can be freed; a
-    second call yields nothing. Ignores `ignored_names`, which is there because `draw_initial_weights` takes it, too.
+    second call yields nothing. Ignores further arguments: `draw_initial_weights` takes names in the same place.
     """
     while values:
         yield values.pop(0)

@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,9 @@ from dstrain.engine.optimizers import (
 from dstrain.engine.updates import Updates
 
 
-def cut_weights_into_shares(
+def locate_weight_pieces_in_shares(
     sizes: Iterable[int], share_size: int, ranks: range
-) -> Iterator[tuple[int, int, int, int, int]]:
+) -> Iterator[Annotated[tuple[int, int, int, int, int], "weight, rank, start, numel, offset in share"]]:
     """Cuts weights that lie one after another into equal shares, one for each rank. Yields the pieces that `ranks` get,
     each as (index of the weight, rank, first element within the weight, number of elements, offset within the rank's
     share).
@@ -80,8 +80,8 @@ class Masters(Updates):
                 [self._get_optimized_tensor(number) for number in range(len(self.flats))],
                 self._group_fragments_by_rank(),
             )
-        compute = {weight.data_ptr() for weight in self._list_compute_weight_shares()}
-        # In fp32 the masters may be the compute weights: `use_flats_as_weights` then needs a copy of them.
+        compute = {weight.data_ptr() for weight in self._list_shares_of_network_weights()}
+        # In fp32 the masters may be the compute weights: `use_flat_tensors_as_weights` then needs a copy of them.
         self._aliased = any(flat.data_ptr() in compute for flat in self.flats)
 
     def _locate_masters_at_stage0(self) -> None:
@@ -136,7 +136,9 @@ class Masters(Updates):
                 runs.append((weights, number, 0, flat.numel()))
         for weights, number, begin, share in runs:
             shapes = [tuple(get_unpartitioned_shape(weight)) for weight in weights]
-            for index, rank, start, numel, offset in cut_weights_into_shares(map(math.prod, shapes), share, ranks):
+            for index, rank, start, numel, offset in locate_weight_pieces_in_shares(
+                map(math.prod, shapes), share, ranks
+            ):
                 fragment = Fragment(self._names[id(weights[index])], shapes[index], start, numel)
                 yield rank, (fragment, number, begin + offset)
 
@@ -179,7 +181,7 @@ class Masters(Updates):
             layouts[rank].append(fragment)
         return layouts
 
-    def _list_compute_weight_shares(self) -> Sequence[Tensor]:
+    def _list_shares_of_network_weights(self) -> Sequence[Tensor]:
         """Returns this rank's share of the weights that the network computes with, in the network's precision. Each
         tensor has the elements of the fp32 tensor in `flats` with the same index, in the same order.
         """
@@ -200,7 +202,7 @@ class Masters(Updates):
             if lines[number] is not None:
                 yield fragment, lines[number].narrow(0, offset, fragment.numel)
 
-    def iterate_views_to_save(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
+    def iterate_fragment_views_to_save(self, flats: Sequence[Tensor | None]) -> Iterator[tuple[Fragment, Tensor]]:
         """Yields (fragment, view (numel,)) as `iterate_fragment_views` does, but only for the fragments that this rank
         writes into a checkpoint. Each fragment is written by one rank only.
         """
@@ -214,7 +216,9 @@ class Masters(Updates):
         """Returns, on every rank, the L2 norm of all trained fp32 weights of this part, taken as one vector. Call it on
         all ranks.
         """
-        squares = [view.square().sum(dtype=torch.float64) for _, view in self.iterate_views_to_save(self.flats)]
+        squares = [
+            view.square().sum(dtype=torch.float64) for _, view in self.iterate_fragment_views_to_save(self.flats)
+        ]
         total = sum(squares, torch.zeros((), dtype=torch.float64, device=self.flats[0].device))
         return group.sum_over_ranks(total.to(group.device())).sqrt().item()  # offloaded masters are on the host
 
@@ -237,27 +241,27 @@ class Masters(Updates):
         for weight in self.engine.module.parameters():
             if not weight.requires_grad and hasattr(weight, "ds_secondary_tensor"):
                 weight.ds_secondary_tensor = None  # ZeRO++'s second copy, of earlier values
-        self._copy_flats_to_network(self.flats)
+        self._copy_flat_tensors_to_network(self.flats)
 
     @contextmanager
-    def use_flats_as_weights(self, flats: Sequence[Tensor]) -> Iterator[None]:
+    def use_flat_tensors_as_weights(self, flats: Sequence[Tensor]) -> Iterator[None]:
         """Inside the block, the network computes with the values in `flats` as its weights; these are tensors laid out
         like `self.flats`. After the block it has the masters again, bit for bit. Enter and leave the block on all ranks
         together.
         """
         masters = [flat.detach().clone() for flat in self.flats] if self._aliased else self.flats
-        self._copy_flats_to_network(flats)
+        self._copy_flat_tensors_to_network(flats)
         try:
             yield
         finally:
-            self._copy_flats_to_network(masters)
+            self._copy_flat_tensors_to_network(masters)
 
     @torch.no_grad()
-    def _copy_flats_to_network(self, flats: Sequence[Tensor]) -> None:
+    def _copy_flat_tensors_to_network(self, flats: Sequence[Tensor]) -> None:
         gathers = hasattr(self._zero, "fp16_partitioned_groups_flat")
         if gathers:
             self._zero.checkpoint_event_prologue()  # releases gathered parameters
-        for shown, flat in zip(self._list_compute_weight_shares(), flats):
+        for shown, flat in zip(self._list_shares_of_network_weights(), flats):
             shown.copy_(flat.view_as(shown))
         if gathers:
             for number in range(len(flats)):

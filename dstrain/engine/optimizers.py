@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from dstrain.distributed import group as ranks
 from dstrain.engine import settings
-from dstrain.engine.patches import forget_beta_powers
+from dstrain.engine.patches import reset_cached_beta_powers
 from dstrain.recipe import ConfigError, Optimizer, fits_pattern, is_weight_learned
 
 Group = dict[str, Any]
@@ -54,7 +54,7 @@ def build_optimizer(groups: list[Group], choice: Optimizer, offloaded: bool) -> 
         import deepspeed
 
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(groups, adamw_mode=True, **options)
-        optimizer.register_step_pre_hook(forget_beta_powers)
+        optimizer.register_step_pre_hook(reset_cached_beta_powers)
         return optimizer
     if choice.name == "lion":
         return Lion(groups, lr=choice.lr, betas=tuple(choice.betas))
@@ -188,7 +188,7 @@ def reinterpret_bytes_as_floats(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(octets, (0, -octets.numel() % 4)).view(torch.float32)
 
 
-def restore_bytes_from_floats(tensor: Tensor, values: Tensor) -> None:
+def set_bytes_from_reinterpreted_floats(tensor: Tensor, values: Tensor) -> None:
     """Sets a tensor's bytes to those in `values`, which `reinterpret_bytes_as_floats` has made of a tensor of equal
     size.
     """
@@ -210,7 +210,7 @@ class Lion(torch.optim.Optimizer):
             for weight in group["params"]:
                 if weight.grad is None:
                     continue
-                gradient, applied = _unscale_gradient(self, weight.grad)
+                gradient, applied = _unscale_gradient_unless_step_skipped(self, weight.grad)
                 state = get_or_make_state(self, weight, group["moments"])
                 average = state["exp_avg"]
                 update = average.lerp(gradient, 1 - beta1).sign_()
@@ -219,7 +219,9 @@ class Lion(torch.optim.Optimizer):
                 state["step"] += applied
 
 
-def _unscale_gradient(optimizer: torch.optim.Optimizer, gradient: Tensor) -> tuple[Tensor, Tensor | float]:
+def _unscale_gradient_unless_step_skipped(
+    optimizer: torch.optim.Optimizer, gradient: Tensor
+) -> tuple[Tensor, Tensor | float]:
     """Returns (gradient, applied): the gradient divided by the optimizer's grad_scale, and 1. If the step is skipped,
     because the optimizer's found_inf is 1, returns zeros and 0. If found_inf is set, both are tensors on the device, so
     that the host does not wait.
@@ -318,7 +320,7 @@ class Muon(torch.optim.AdamW):
 
     def _step_matrices(self, flat: Tensor, group: Group) -> None:
         matrices, lr = self._matrices[flat], group["lr"]
-        gradient, applied = _unscale_gradient(self, flat.grad)
+        gradient, applied = _unscale_gradient_unless_step_skipped(self, flat.grad)
         state = get_or_make_state(self, flat, group["moments"])
         momentum = state["momentum"].lerp_(gradient, (1 - group["momentum"]) * applied)
         update = gradient.lerp(momentum, group["momentum"]).bfloat16().view(-1)  # Nesterov's

@@ -11,8 +11,8 @@ from dstrain.engine.schema import (
     REMOVED,
     SUPPORTED,
     UNSUPPORTED,
-    collect_decisions_by_key,
-    find_decision_on_key,
+    collect_support_decisions_by_key,
+    find_support_decision_for_key,
     get_dotted_setting,
     iterate_dotted_keys,
     render_short_json,
@@ -56,8 +56,8 @@ def drop_null_settings(settings: dict[str, Any], prefix: str = "") -> None:
 
 def _is_known_key(key: str) -> bool:
     """Returns whether dstrain knows a key of DeepSpeed's JSON or, if the key is a section, any key within it."""
-    return find_decision_on_key(key) is not None or any(
-        each.startswith(f"{key}.") for each in collect_decisions_by_key()
+    return find_support_decision_for_key(key) is not None or any(
+        each.startswith(f"{key}.") for each in collect_support_decisions_by_key()
     )
 
 
@@ -122,7 +122,7 @@ def describe_refused_settings(settings: dict[str, Any]) -> Iterator[str]:
         for item in error.errors():
             leaf = ".".join(map(str, item["loc"]))
             key = next((key for key in iterate_dotted_keys(settings) if key.endswith(f".{leaf}")), leaf)
-            yield _describe_validation_fault(key, item, collect_decisions_by_key())
+            yield _describe_validation_fault(key, item, collect_support_decisions_by_key())
     except Exception as error:  # it raises asserts, AttributeErrors and its own
         yield f"DeepSpeed refuses these settings: {error}"
     else:
@@ -150,7 +150,7 @@ def describe_refused_settings(settings: dict[str, Any]) -> Iterator[str]:
             for item in error.errors():
                 key = ".".join([name, *map(str, item["loc"])])
                 if key not in REMOVED:  # describe_unsupported_keys names these
-                    yield _describe_validation_fault(key, item, [*known, *collect_decisions_by_key()])
+                    yield _describe_validation_fault(key, item, [*known, *collect_support_decisions_by_key()])
         except AssertionError as error:
             yield f'"{name}": {error}'
         else:

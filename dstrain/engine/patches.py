@@ -46,7 +46,7 @@ REPLACED = {
     "flatten_weights_without_copy": (f"{_ZERO12}.flatten_dense_tensors_aligned",),
     "make_universal_checkpoint_entry": ("checkpoint/ds_to_universal.py:_check_for_required_state",),
     "defer_write_errors": (f"{_ENGINE}._copy_recovery_script",),
-    "forget_beta_powers": ("ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",),
+    "reset_cached_beta_powers": ("ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",),
     "patch_deepspeed_for_fake_tensors": (
         "ops/adam/cpu_adam.py:DeepSpeedCPUAdam.step",
         "runtime/zero/utils.py:assert_ints_same_as_other_ranks",
@@ -249,7 +249,7 @@ def defer_write_errors(engines: Iterable[Any]) -> Iterator[None]:
         raise errors[0]
 
 
-def forget_beta_powers(optimizer: Any, *_: Any) -> None:
+def reset_cached_beta_powers(optimizer: Any, *_: Any) -> None:
     """Makes DeepSpeed's AdamW for the CPU compute the powers of its betas for the next step anew from the step's
     number, as it does after a resume. Otherwise it would multiply those of the last step by beta, which differs in the
     last bits.

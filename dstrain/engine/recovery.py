@@ -143,7 +143,7 @@ class Divergence:
             update={"shift": clock - checkpoint_step, "rollbacks": rollbacks, "forgiven": self.state.forgiven}
         )
 
-    def exclude_rollbacks_from_limit(self) -> None:
+    def exclude_past_rollbacks_from_limit(self) -> None:
         """Makes the rollbacks so far no longer count against faults.max_rollbacks, since a user has changed the run.
         They stay in the record.
         """
@@ -179,7 +179,9 @@ def require_finite_weights(masters: Mapping[str, Masters], step: int, store: Sto
     with the steps of the checkpoints in `store`. Call it on all ranks.
     """
     # At stage 3 DeepSpeed leaves in the padding of flats whatever the memory held: only weights are checked.
-    finite = are_all_finite([view for part in masters.values() for _, view in part.iterate_views_to_save(part.flats)])
+    finite = are_all_finite(
+        [view for part in masters.values() for _, view in part.iterate_fragment_views_to_save(part.flats)]
+    )
     if group.is_true_on_any_rank(not finite):
         raise FloatingPointError(
             f"the weights of step {step} are not finite and are not saved. {make_divergence_advice(store)}"

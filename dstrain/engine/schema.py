@@ -236,7 +236,7 @@ _TABLES = {
 }
 
 
-def find_decision_on_key(key: str) -> Decision | None:
+def find_support_decision_for_key(key: str) -> Decision | None:
     """Returns what dstrain does with a key of DeepSpeed's JSON, such as "zero_optimization.stage": the decision on the
     key, or on a section that contains it. Returns None if dstrain knows neither.
     """
@@ -250,7 +250,7 @@ def find_decision_on_key(key: str) -> Decision | None:
     return None
 
 
-def collect_decisions_by_key() -> dict[str, Decision]:
+def collect_support_decisions_by_key() -> dict[str, Decision]:
     """Returns {key: what dstrain does with it} for each key of DeepSpeed's JSON that dstrain knows."""
     return {
         key: Decision(verdict, words)
@@ -283,7 +283,7 @@ def describe_unsupported_keys(settings: dict[str, Any]) -> Iterator[str]:
             yield f'"{key}" is {render_short_json(value)}, which changes nothing: {reason}; remove it'
 
 
-def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
+def describe_keys_without_effect(settings: dict[str, Any], stage: int) -> Iterator[str]:
     """Yields messages on keys of DeepSpeed's JSON that change nothing, but that many files have: one for each key of
     REMARKED, such as steps_per_print, unless log_level is info or debug, and one for all keys that only stage 3 reads,
     if the ZeRO stage `stage` is lower.
@@ -300,7 +300,7 @@ def describe_idle_keys(settings: dict[str, Any], stage: int) -> Iterator[str]:
 def describe_unknown_keys(settings: dict[str, Any]) -> Iterator[str]:
     """Yields a message for each key of DeepSpeed's JSON that dstrain does not know, such as one of a newer release."""
     for key in iterate_dotted_keys(settings):
-        if find_decision_on_key(key) is None:
+        if find_support_decision_for_key(key) is None:
             yield (
                 f'"{key}" is a key that dstrain does not know, and that was never tried with it'
                 f"{suggest_key(key, SUPPORTED)}: remove it"

@@ -19,7 +19,7 @@ from dstrain.disk import small
 from dstrain.distributed.launcher import read_rank_and_world
 from dstrain.engine.parser import describe_refused_settings, drop_null_settings
 from dstrain.engine.schema import (
-    describe_idle_keys,
+    describe_keys_without_effect,
     describe_unknown_keys,
     describe_unsupported_keys,
     extract_quoted_key,
@@ -77,8 +77,8 @@ def resolve_deepspeed_settings(
     problems = list(describe_unsupported_keys(settings))
     drop_null_settings(settings)
     problems += _describe_optimizer_contradictions(settings.pop("optimizer", {}), optimizer)
-    problems += _fill_in_recipe_values(settings, batch, optimizer, world, sequence)
-    problems += _replace_auto_values(settings, device_type, settings_at_start)
+    problems += _apply_recipe_and_describe_contradictions(settings, batch, optimizer, world, sequence)
+    problems += _replace_auto_and_describe_problems(settings, device_type, settings_at_start)
     for key, value in _DEFAULTS.items():
         settings.setdefault(key, value)
     problems += _describe_size_problems(settings)
@@ -189,7 +189,7 @@ def list_settings_remarks(settings: Settings, device_type: str) -> list[str]:
     if bf16 and device_type == "cpu" and not can_cpu_multiply_bf16():
         lines.append("this CPU emulates bf16, up to ten times slower than fp32: take ds_configs/zero2_fp32.json")
     asked = {key: value for key, value in settings.items() if _DEFAULTS.get(key) != value}
-    return [*lines, *describe_idle_keys(asked, read_zero_stage(settings))]
+    return [*lines, *describe_keys_without_effect(asked, read_zero_stage(settings))]
 
 
 def _read_json(path: Path) -> Settings:
@@ -260,7 +260,7 @@ def _describe_optimizer_contradictions(block: Any, optimizer: Optimizer) -> Iter
         yield f'"optimizer.{key}" has no effect, since dstrain builds the optimizer: remove it'
 
 
-def _fill_in_recipe_values(
+def _apply_recipe_and_describe_contradictions(
     settings: Settings, batch: BatchSize, optimizer: Optimizer, world: int, sequence: int
 ) -> Iterator[str]:
     """Sets the keys of the JSON that the recipe decides to the recipe's values. Yields a message for each key that had
@@ -288,7 +288,9 @@ def _describe_contradiction(key: str, value: Any, recipe_key: str, recipe_value:
         )
 
 
-def _replace_auto_values(settings: Settings, device_type: str, settings_at_start: Settings | None) -> Iterator[str]:
+def _replace_auto_and_describe_problems(
+    settings: Settings, device_type: str, settings_at_start: Settings | None
+) -> Iterator[str]:
     """Replaces "auto", in place, by a value for bf16.enabled and for the sizes of buckets. Yields a message for each
     other "auto". settings_at_start: the settings with which the run began, if it resumes, else None.
     """

@@ -179,7 +179,7 @@ class Updates:
         self.record_last_step_result()
         if self._torch_fp32:
             # DeepSpeed has just averaged the gradients over all ranks, so that all of them see the same norm.
-            self._compute_gradient_norm_and_scale(
+            self._set_gradient_norm_and_scale(
                 [
                     _compute_chunk_norms(weight.grad)
                     for weight in self.engine.module.parameters()
@@ -215,9 +215,7 @@ class Updates:
             self.record_last_step_result()
 
     @torch.no_grad()
-    def _compute_gradient_norm_and_scale(
-        self, norms: Sequence[Tensor], process_group: dist.ProcessGroup | None
-    ) -> None:
+    def _set_gradient_norm_and_scale(self, norms: Sequence[Tensor], process_group: dist.ProcessGroup | None) -> None:
         """Computes the norm of all gradients, before clipping and without the loss scale, and sets `_norm` to it. If
         the optimizer can skip a step on the device, also sets two of its attributes: `found_inf`, 1 if the norm is not
         finite, else 0; and `grad_scale`, the number by which the optimizer divides gradients for the loss scale and for
@@ -302,7 +300,7 @@ class Updates:
             zero.averaged_gradients[number] = zero.all_grad_tensors[number] = None
             zero.free_grad_in_param_list(zero.bit16_groups[number])
             del pieces
-        self._compute_gradient_norm_and_scale(norms, zero.dp_process_group)
+        self._set_gradient_norm_and_scale(norms, zero.dp_process_group)
         zero.optimizer.step()
         for master in masters:
             master.grad = None
@@ -320,7 +318,7 @@ class Updates:
         zero._pre_step()
         if any(weight.ds_status is not ZeroParamStatus.NOT_AVAILABLE for weight in self._partitioned_weights):
             zero._partition_all_parameters()
-        self._compute_gradient_norm_and_scale(
+        self._set_gradient_norm_and_scale(
             [_compute_chunk_norms(zero.grad_partitions_flat_buffer)], zero.dp_process_group
         )
         zero.zero_grad(set_to_none=True)

@@ -118,7 +118,7 @@ def find_fit_with_shared_samples(case: Case) -> Estimate | None:
     fits. All other choices save memory: stage 3, micro-batches of one sample, and recompute=all or offload. Returns
     None if the run fits with no such number.
     """
-    for ranks in _list_sharing_rank_counts(case)[1:] if case.chip.memory > CONTEXT else ():
+    for ranks in _list_possible_ranks_per_sample(case)[1:] if case.chip.memory > CONTEXT else ():
         if fitting := _find_fit_at_stage_3(case.copy_with(sequence=ranks)):
             return fitting
     return None
@@ -200,7 +200,7 @@ def search_fitting_estimates(case: Case, report: Callable[[Estimate], None]) -> 
         return fitting
     recompute = RECOMPUTE if "recompute" in case.run.model else (None,)
     for stage, choice in itertools.product((1, 2, 3), recompute):
-        for ranks in _list_sharing_rank_counts(case):
+        for ranks in _list_possible_ranks_per_sample(case):
             if found := _search_fitting_micro_batches(
                 case.copy_with(stage=stage, recompute=choice, sequence=ranks), report
             ):
@@ -230,7 +230,7 @@ def _count_samples_per_rank(case: Case) -> int:
     return case.run.batch.global_ * case.run.parallel.sequence // case.layout.world
 
 
-def _list_sharing_rank_counts(case: Case) -> list[int]:
+def _list_possible_ranks_per_sample(case: Case) -> list[int]:
     """Returns the numbers of ranks that may share a sample: the recipe's number, and its doubles as long as they divide
     both the GPUs of a machine and all GPUs, and the system allows them.
     """

@@ -38,9 +38,9 @@ def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str 
     Raises ConfigError if the settings ask for ZeRO++'s quantization, which cannot be counted.
     Raises RuntimeError, TypeError or ValueError if the system's code needs the values of tensors, which have none here.
     """
-    from dstrain.planning.rank import count_costs_as_rank_0
+    from dstrain.planning.rank import count_costs_of_rank_0
 
-    return run_in_worker(count_costs_as_rank_0, run, settings, layout, device)
+    return run_in_worker(count_costs_of_rank_0, run, settings, layout, device)
 
 
 def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:

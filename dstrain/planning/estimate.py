@@ -57,7 +57,7 @@ class Estimate:
         return sum(self.counts.device.values())
 
     @property
-    def reserve_bytes(self) -> int:
+    def reserved_bytes(self) -> int:
         """Returns the bytes of a GPU's memory that are kept free for what is not counted: libraries, the allocator."""
         return int(CONTEXT + (_NCCL if self.layout.world > 1 else 0) + _ALLOCATOR * self.device_bytes)
 
@@ -70,7 +70,7 @@ class Estimate:
     def fits(self) -> bool:
         """Returns whether the run fits into the GPU's memory, and, if its size is known, into the host's memory."""
         on_host = self.chip.host is None or self.host_bytes <= _HOST * self.chip.host
-        return self.device_bytes + self.reserve_bytes <= self.chip.memory and on_host
+        return self.device_bytes + self.reserved_bytes <= self.chip.memory and on_host
 
     @property
     def time(self) -> StepTime | None:
@@ -116,7 +116,7 @@ class Estimate:
             "weights": counts.weights,
             "device": counts.device,
             "device_bytes": self.device_bytes,
-            "reserve_bytes": self.reserve_bytes,
+            "reserve_bytes": self.reserved_bytes,
             "memory_bytes": self.chip.memory,
             "fits": self.fits,
             "elsewhen": counts.elsewhen,
@@ -155,7 +155,7 @@ def describe_memory(estimate: Estimate) -> str:
     """Returns a text on how many GB of a GPU's memory a run would take. If the host has too little memory, also says
     so.
     """
-    chip, total = estimate.chip, estimate.device_bytes + estimate.reserve_bytes
+    chip, total = estimate.chip, estimate.device_bytes + estimate.reserved_bytes
     text = f"{total / 1e9:.2f} GB of the {chip.memory / 1e9:.1f} GB of a GPU"
     if chip.host is not None and estimate.host_bytes > _HOST * chip.host:
         text += (

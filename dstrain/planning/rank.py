@@ -23,7 +23,7 @@ _MAX_FAKE_RANKS = 8
 _MICRO_BATCHES = 3  # A step of more is counted from so many: each further one does what the second does.
 
 
-def count_costs_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
+def count_costs_of_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
     """Returns the costs on rank 0, see count.count_costs. Call it only in the process that count.py starts. Raises
     ConfigError if weights or gradients are quantized.
     """
@@ -34,7 +34,7 @@ def count_costs_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, de
         count_step_flops(system, run.batch.global_, choose_step_to_measure(run, system), run.train_only) / layout.world
     )
     weights, checkpoint = count_weights_and_checkpoint_bytes(run, system)
-    measured, own = measure_step_as_rank_0(run, settings, system, layout.world, device)
+    measured, own = measure_simulated_rank_0_step(run, settings, system, layout.world, device)
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
     moved = [
         kind for entry, kinds in OFFLOADED.items() if read_offload_device(settings, entry) != "none" for kind in kinds
@@ -63,7 +63,7 @@ def count_costs_as_rank_0(run: Run, settings: dict[str, Any], layout: Layout, de
     )
 
 
-def measure_step_as_rank_0(
+def measure_simulated_rank_0_step(
     run: Run, settings: dict[str, Any], system: System, world: int, device: str
 ) -> tuple[Measured, int]:
     """Measures one step of rank 0 of `world` ranks; the other ranks are only simulated. Returns the measures, and the
@@ -73,7 +73,7 @@ def measure_step_as_rank_0(
     accumulation = settings["gradient_accumulation_steps"]
     if accumulation > _MICRO_BATCHES:
         fewer = {**settings, "gradient_accumulation_steps": _MICRO_BATCHES}
-        measured, own = measure_step_as_rank_0(run, fewer, system, world, device)
+        measured, own = measure_simulated_rank_0_step(run, fewer, system, world, device)
         return _extrapolate_to_more_micro_batches(measured, accumulation - _MICRO_BATCHES), own
     # At least two whole groups of ranks that share a second copy of the weights, and of those that share samples.
     copies = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)

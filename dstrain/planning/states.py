@@ -22,7 +22,7 @@ def count_weights_and_checkpoint_bytes(run: Run, system: System) -> tuple[dict[s
     """
     numbers, size = {}, sum(value.nbytes for value in system.state_dict().values())
     for part, network in _build_and_freeze_networks(run, system).items():
-        for count, moments, averages in _iterate_optimizer_group_sizes(run, system, part, network):
+        for count, moments, averages in _iterate_weight_moment_average_counts(run, system, part, network):
             numbers[part] = numbers.get(part, 0) + count
             size += 4 * count * (1 + moments + averages)
             size += round(_EIGHT_BITS * count * moments) if run.optimizer.name == "adamw8bit" else 0  # the codes, too
@@ -52,7 +52,7 @@ def count_state_bytes_by_kind(run: Run, system: System, settings: dict[str, Any]
     require_known_leaf_modules(networks, settings)
     for part, network in networks.items():
         sizes["weights"] += width * _count_frozen_weights(network) / (world if level == 3 else 1)
-        for count, moments, averages in _iterate_optimizer_group_sizes(run, system, part, network):
+        for count, moments, averages in _iterate_weight_moment_average_counts(run, system, part, network):
             sizes["weights"] += width * count / (world if level == 3 else 1)
             sizes["masters"] += (
                 0 if wide and not level else 4 * count / share
@@ -93,7 +93,7 @@ def _count_frozen_weights(network: nn.Module) -> int:
     return sum(weight.numel() for weight in network.parameters() if not weight.requires_grad)
 
 
-def _iterate_optimizer_group_sizes(
+def _iterate_weight_moment_average_counts(
     run: Run, system: System, part: str, network: nn.Module
 ) -> Iterator[tuple[int, int, int]]:
     """Yields, for each group of a part's optimizer, three numbers: of weights, of moments of each weight, and of

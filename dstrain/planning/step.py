@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.engine.engines import Engines
 from dstrain.engine.planning.memory_kinds import (
-    iterate_allocating_methods,
+    iterate_deepspeed_methods_that_allocate,
     iterate_gradients,
     iterate_secondary_weight_copies,
     iterate_tensors_kept_between_steps,
@@ -88,7 +88,7 @@ def run_and_measure_step(
                 take_step(max(0, number), run, system, engines, batches, NoTracker())
             updates.append(watch.num_events)
             with watch.set_kind_of_new_storages("working"):
-                ema.update_averages(max(0, number), engines.collect_update_flags())
+                ema.update_averages(max(0, number), engines.collect_part_change_flags())
             updates.append(watch.num_events)
         moments = [begin, *updates, watch.num_events]
         spans = list(itertools.pairwise(moments))  # passes, update, passes, ..., averages, nothing
@@ -141,7 +141,7 @@ def _label_tensors_by_origin(
     @contextmanager
     def label_tensors_of_encoding() -> Iterator[None]:
         """Records the watch's counts before a micro-batch, and gives the kind "inputs" to what its encoding makes."""
-        begun.append(watch.get_counts())
+        begun.append(watch.get_counts_since_reset())
         with watch.set_kind_of_new_storages("inputs"):
             yield
 
@@ -163,7 +163,7 @@ def _label_tensors_by_origin(
 
     for masters in engines.masters.values():
         wrap_method_in_context(masters, "step", record_update_and_label_gradients)
-        for owner, name, kind in iterate_allocating_methods(masters):
+        for owner, name, kind in iterate_deepspeed_methods_that_allocate(masters):
             wrap_method_in_context(owner, name, partial(watch.set_kind_of_new_storages, kind))
 
 

@@ -187,7 +187,7 @@ class Watch(TorchDispatchMode):
         self._bytes.clear()
         return found
 
-    def get_counts(self) -> Done:
+    def get_counts_since_reset(self) -> Done:
         """Returns what was counted since the last reset: collectives, recomputed operations and bytes moved to the
         host. Does not reset these counts.
         """

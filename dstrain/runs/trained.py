@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import systems
-from dstrain.checkpoint.layout import find_reconstructed_folder
+from dstrain.checkpoint.layout import find_reconstructed_average
 from dstrain.checkpoint.store import Store
 from dstrain.checkpoint.validate import require_loadable_checkpoint
 from dstrain.distributed import group
@@ -54,14 +54,14 @@ def _choose_checkpoint(folder: Path, step: int | None, ema: float | None) -> Pat
     store = Store(folder / "checkpoints", check=require_loadable_checkpoint)
     if step is not None:
         own = store.folder / f"step_{step:08d}" if step in store.list_steps() else None
-        if ema is not None and (made := find_reconstructed_folder(folder, ema, step, own)):
+        if ema is not None and (made := find_reconstructed_average(folder, ema, step, own)):
             return require_whole_checkpoint(made)
         if own is None:
             steps = ", ".join(map(str, store.list_steps())) or "none"
             raise ConfigError(f"--checkpoint {step}: {folder} holds no checkpoint of that step; it holds {steps}")
         return require_whole_checkpoint(own)
     newest = store.find_newest_checkpoint()
-    if ema is not None and (made := find_reconstructed_folder(folder, ema, None, newest and newest[1])):
+    if ema is not None and (made := find_reconstructed_average(folder, ema, None, newest and newest[1])):
         if newest and newest[1].name != made.name and group.rank() == 0:
             print(
                 f"note: --ema {ema} is of {made.name}; dstrain reconstruct has made none of {newest[1].name}",

@@ -312,7 +312,7 @@ class Tracker:
 
     def _print_line(self, text: str) -> None:
         """Prints a line above the progress bar, or without one on stdout."""
-        get_phases().record_printed_output()
+        get_phases().postpone_next_heartbeat_line()
         bar = self._bar  # which the main thread may close meanwhile
         with suppress(OSError, ValueError):  # a closed pipe or terminal ends no training
             if bar is not None:

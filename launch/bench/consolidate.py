@@ -43,7 +43,7 @@ from typing import Any, NamedTuple
 
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.checkpoint.safetensors_io import read_safetensors_header
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 
 RANKS = 2
 
@@ -168,7 +168,7 @@ def write_fragments(step: Path, shapes: dict[str, Any], flat: Any, starts: dict[
         "extra": {},
         "versions": {},
     }
-    (step / NAME).write_bytes(render_sealed_json(body))
+    (step / NAME).write_bytes(render_json_with_hash(body))
 
 
 def deepspeeds(source: Path) -> Callable[[Path], list[str]]:

@@ -30,7 +30,7 @@ import torch
 
 from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 
 
 def main() -> None:
@@ -166,7 +166,7 @@ def write(root: Path, options: argparse.Namespace) -> None:
         )
         records.append(shards.make_shard_record(path, shards.read_verified_metadata(path)))
     body = shards.make_index_body(encoding, [str(i) for i in range(10)], records, {})
-    (root / "shards" / shards.INDEX).write_bytes(render_sealed_json(body))
+    (root / "shards" / shards.INDEX).write_bytes(render_json_with_hash(body))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from dstrain.data.files.storage import refuse_special_file, retry
 from dstrain.data.formats.unconverted import find_features_and_labels_folders
 from dstrain.data.source import Bad, BadSample, Item, Source, convert_errors_to_bad_sample, read_items_or_substitutes
 from dstrain.disk import atomic
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.distributed.progress import Bar
 from dstrain.encoders import autoencoder
 from dstrain.recipe import ConfigError, explain_write_errors, reword_errors
@@ -362,7 +362,7 @@ def convert_latents(options: ConvertOptions) -> dict[str, Any]:
         versions = {"dstrain": __version__, "torch": torch.__version__}
         index = shards.make_index_body(encoding, None if source.labelled else [], records, versions)
         require_few_unreadable_samples(dict(index["bad_files"]), len(source), options.max_bad_fraction, "files")
-        atomic.write_file(options.out / shards.INDEX, render_sealed_json(index))
+        atomic.write_file(options.out / shards.INDEX, render_json_with_hash(index))
     return index
 
 

@@ -108,7 +108,7 @@ def dstrains(folder: Path, stage: int, precision: str) -> dict:
         mine = rows(0, GLOBAL // group.world())
         with engines.freeze_all_but("tiny") as nets:
             engines.run_backward_and_step("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
-        ema.update_averages(step, engines.collect_update_flags())
+        ema.update_averages(step, engines.collect_part_change_flags())
         full = gathered(masters, masters.flats)
         for decay, shadow in naive.items():
             for name, value in shadow.items():

@@ -160,7 +160,7 @@ def test_averages_by_width_that_were_added(tmp_path):
 def test_weights_that_are_not_finite(tmp_path, stage):
     """Oracle: by hand: nothing is saved, and the steps that are there are named, also those put aside."""
     trial = Trial(tmp_path, stage)
-    flat = list(trial.engines.masters["b"].iterate_views_to_save(trial.engines.masters["b"].flats))[-1][1]
+    flat = list(trial.engines.masters["b"].iterate_fragment_views_to_save(trial.engines.masters["b"].flats))[-1][1]
     kept = flat[-1].item()
     flat[-1] = math.nan
     with pytest.raises(

@@ -22,14 +22,14 @@ from dstrain.checkpoint.fragments import (
     IndexedShards,
     Shards,
     StoredWeight,
+    make_lazily_read_weights,
     make_shard_file_name,
-    make_stored_weights,
     open_shards,
     read_flattened_slice,
     write_shard,
 )
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.recipe import ConfigError
 
 SHAPES = {"a": (7, 5), "b": (), "c": (64,), "d.weight": (3, 1, 4)}
@@ -67,7 +67,7 @@ def write(folder, world: int, seed: int = 0, kinds=KINDS, leave_out: int = -1) -
 
 def seal(folder) -> None:
     body = {"files": hash_files(folder, [path.name for path in folder.glob("*.safetensors")]), "step": 1, "world": 1}
-    (folder / NAME).write_bytes(render_sealed_json(body))
+    (folder / NAME).write_bytes(render_json_with_hash(body))
 
 
 @pytest.mark.parametrize("world", (1, 2, 5))
@@ -173,7 +173,7 @@ def test_files_that_are_none(tmp_path):
 def test_stored_weights(tmp_path, monkeypatch):
     """Oracle: torch on the tensors that were written; and the bytes that a slice reads."""
     truth = write(tmp_path, 3)
-    weights = make_stored_weights(open_shards(tmp_path, "net"), "ema.0.99")
+    weights = make_lazily_read_weights(open_shards(tmp_path, "net"), "ema.0.99")
     assert list(weights) == list(SHAPES) and all(isinstance(weight, StoredWeight) for weight in weights.values())
     for name, weight in weights.items():
         values = truth["ema.0.99", name]

@@ -16,7 +16,7 @@ from dstrain.checkpoint.layout import (
     Fragment,
     Index,
     collect_average_decays,
-    find_reconstructed_folder,
+    find_reconstructed_average,
     iterate_buffers,
     make_damage_error,
     make_shard_file_name,
@@ -159,7 +159,7 @@ def test_averages_made_afterwards(tmp_path):
         (tmp_path / RECONSTRUCTED / "0.1" / name).mkdir(parents=True)
 
     def at(step, width=0.1):
-        return find_reconstructed_folder(tmp_path, width, step, None)
+        return find_reconstructed_average(tmp_path, width, step, None)
 
     assert [at(None).name, at(9).name] == ["step_00000010", "step_00000009"]
     assert at(8) is None and at(None, 0.2) is None
@@ -167,7 +167,7 @@ def test_averages_made_afterwards(tmp_path):
     own.mkdir()
     assert (
         collect_average_decays(own) == set()
-        and find_reconstructed_folder(tmp_path, 0.1, None, own).name == "step_00000010"
+        and find_reconstructed_average(tmp_path, 0.1, None, own).name == "step_00000010"
     )
     for part, rank, kinds in (
         ("a", 0, ("master", "ema.0.9")),
@@ -176,7 +176,7 @@ def test_averages_made_afterwards(tmp_path):
     ):
         write_shard(own / make_shard_file_name(part, rank, 2), [piece(0, 12, kind=kind) for kind in kinds])
     assert (
-        collect_average_decays(own) == {0.9, 0.3, 0.1} and find_reconstructed_folder(tmp_path, 0.1, None, own) is None
+        collect_average_decays(own) == {0.9, 0.3, 0.1} and find_reconstructed_average(tmp_path, 0.1, None, own) is None
     )
 
 

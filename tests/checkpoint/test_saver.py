@@ -215,13 +215,13 @@ def test_a_host_without_memory_saves_at_once(tmp_path, monkeypatch):
     """Oracle: a host that says it has less than the copy needs: the step is there when save comes back."""
     enough = Trial(tmp_path / "enough")
     with monkeypatch.context() as patched:  # four fifths of the memory, and not a byte more
-        patched.setattr(module, "measure_free_memory", lambda: 5 * SIZE)
+        patched.setattr(module, "measure_free_host_memory", lambda: 5 * SIZE)
         enough.gate.clear()
         enough.save(1)
         assert enough.saver.is_writing and enough.reports == []
         enough.gate.set()
         enough.saver.wait_for_save()
-    monkeypatch.setattr(module, "measure_free_memory", lambda: 5 * SIZE - 1)
+    monkeypatch.setattr(module, "measure_free_host_memory", lambda: 5 * SIZE - 1)
     trial = Trial(tmp_path)
     trial.save(1)
     assert trial.saver.store.list_steps() == [1]
@@ -234,17 +234,17 @@ def test_memory_of_a_container(tmp_path, monkeypatch):
     """Oracle: the limit, the use and the reclaimable cache that the container's files say; psutil for the host."""
     psutil = pytest.importorskip("psutil")
     monkeypatch.setattr(module, "_CGROUP", tmp_path)
-    assert abs(module.measure_free_memory() - psutil.virtual_memory().available) < 1e9
+    assert abs(module.measure_free_host_memory() - psutil.virtual_memory().available) < 1e9
     (tmp_path / "memory.current").write_text("5000\n")
     (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 700\n")
     (tmp_path / "memory.max").write_text("8000\n")
-    assert module.measure_free_memory() == 8000 - 5000 + 700
+    assert module.measure_free_host_memory() == 8000 - 5000 + 700
     (tmp_path / "memory.max").write_text("max\n")
-    assert module.measure_free_memory() > 1e6
+    assert module.measure_free_host_memory() > 1e6
     read = Path.read_text
     for text, bytes_ in (("Total: 9 kB\nMemAvailable:    3000 kB\n", 3000 * 1024), ("Total: 9 kB\n", sys.maxsize)):
         monkeypatch.setattr(Path, "read_text", lambda path: text if str(path) == "/proc/meminfo" else read(path))
-        assert module.measure_free_memory() == bytes_
+        assert module.measure_free_host_memory() == bytes_
 
 
 def talk_while_saving(folder: Path) -> None:

@@ -290,10 +290,10 @@ def test_what_is_saved_in_trouble_pushes_out_nothing(kinds, keep):
             kept = sorted({*good[-keep:], *routine[-keep:], step})
             assert store.list_steps() == kept
             of = {wanted: [s for s in kept if kinds[s - 1] == wanted] for wanted in (ROUTINE, STOP)}
-            assert store.list_rollback_steps(step) == (of[ROUTINE] or of[STOP])
+            assert store.list_possible_rollback_steps(step) == (of[ROUTINE] or of[STOP])
             if of[ROUTINE]:
                 last = of[ROUTINE].pop()
-                assert store.list_rollback_steps(step, latest_rollback=last) == (
+                assert store.list_possible_rollback_steps(step, latest_rollback=last) == (
                     of[ROUTINE] or [s for s in of[STOP] if s < last]
                 )
 
@@ -369,7 +369,7 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
                 place[key] = value
             if not absent and value == before and type(value) is type(before):
                 return
-        path.write_bytes(sealed.render_sealed_json(body))
+        path.write_bytes(sealed.render_json_with_hash(body))
         lines: list[str] = []
         newest = store.find_newest_checkpoint(lines.append)
         sound = key in ("extra", "versions") or (key == "world" and type(value) is int and value > 0 and not absent)
@@ -377,7 +377,7 @@ def test_a_sealed_manifest_may_say_anything(key, value, absent):
             assert sound or (key == "files" and value == {} and not absent)
         else:
             assert newest[0] == 5 and len(lines) == 1 and "step_00000010" in lines[0]
-        assert store.find_best_checkpoint() is None and store.list_rollback_steps(10)
+        assert store.find_best_checkpoint() is None and store.list_possible_rollback_steps(10)
 
 
 def test_a_manifest_that_storage_cannot_give(tmp_path, monkeypatch):
@@ -440,7 +440,7 @@ def test_killed_while_checkpoints_are_put_aside(tmp_path):
         assert store.find_newest_checkpoint(pytest.fail)[0] == store.list_steps()[-1]
     save(store, 10)  # reached anew: what was put aside up to it goes
     assert store.list_steps() == [5, 10] and store.list_steps_put_aside() == [15, 20] and whole(store, 10)
-    store.rename_step_back(20)
+    store.restore_step_put_aside(20)
     assert store.find_newest_checkpoint(pytest.fail)[0] == 20 and whole(store, 20)
 
 

@@ -11,7 +11,7 @@ from dstrain import recipe
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.checkpoint.store import Store
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.engine.ema import combine
 from dstrain.recipe import ConfigError
 from tests.support import checkpoints
@@ -36,7 +36,7 @@ def seal(path, counters=json.dumps(FINE), **body) -> None:
         {"history": torch.zeros(2)}, path / "common.safetensors", None if counters is None else {"counters": counters}
     )
     names = [file.name for file in path.glob("*.safetensors")]
-    (path / NAME).write_bytes(render_sealed_json({**read_manifest(path), "files": hash_files(path, names), **body}))
+    (path / NAME).write_bytes(render_json_with_hash({**read_manifest(path), "files": hash_files(path, names), **body}))
 
 
 def newest(folder) -> tuple[int, list[str]]:
@@ -117,7 +117,7 @@ def test_snapshots_that_fit_together(folder):
 def test_small_tensors_and_counters(tmp_path):
     """Oracle: what was written, by the safetensors library; names behind a prefix."""
     tensors = {"buffer/net/scale": torch.arange(3.0), "system/history": torch.ones(2), "buffer/nets/x": torch.ones(1)}
-    validate.write_common_file(tmp_path, (tensors, FINE))
+    validate.write_common_tensors_and_counters(tmp_path, (tensors, FINE))
     loaded = load_file(tmp_path / "common.safetensors")
     assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     assert validate.read_part_counters(tmp_path) == FINE

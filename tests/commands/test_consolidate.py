@@ -24,7 +24,7 @@ from dstrain.checkpoint import safetensors_io, torch_files
 from dstrain.checkpoint.fragments import Fragment, make_shard_file_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.commands.consolidate import Order, consolidate_weights
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.runs.weights import read_adapted_weights
 from tests.support.cases import CASES
 from tests.support.launch import ROOT, environment
@@ -112,7 +112,7 @@ def seal(folder: Path, step: int = 7, world: int = 3) -> None:
         "extra": {"score": None},
         "versions": {"dstrain": "0", "torch": "0"},
     }
-    (folder / NAME).write_bytes(render_sealed_json(body))
+    (folder / NAME).write_bytes(render_json_with_hash(body))
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ from dstrain.commands.export import (
 from dstrain.commands.job import JobOptions, complete_and_check_recipe, prepare_job
 from dstrain.data.open import open_sources
 from dstrain.data.views import Shuffled
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.encoders.autoencoder import Autoencoder, hash_network
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
@@ -359,7 +359,7 @@ def in_deepspeeds_files(folder, part):
     (at / "deepspeed").mkdir()
     (at / "deepspeed" / "files.pt").write_bytes(b"DeepSpeed's own")
     names = [path.relative_to(at).as_posix() for path in at.rglob("*") if path.is_file() and path.name != NAME]
-    (at / NAME).write_bytes(render_sealed_json(read_manifest(at) | {"files": hash_files(at, names)}))
+    (at / NAME).write_bytes(render_json_with_hash(read_manifest(at) | {"files": hash_files(at, names)}))
 
 
 def test_two_parts_in_deepspeeds_files(tmp_path):

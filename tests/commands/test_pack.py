@@ -93,7 +93,7 @@ def test_interrupted_and_damaged(tmp_path):
                 (out / last).unlink()
                 (out / ".records").mkdir()
                 for number, shard in enumerate(index["shards"][:-1]):
-                    (out / ".records" / f"{number}.json").write_bytes(sealed.render_sealed_json(shard))
+                    (out / ".records" / f"{number}.json").write_bytes(sealed.render_json_with_hash(shard))
             (out / names[0]).unlink()
             os.truncate(out / names[1], 5000)
             content = bytearray(whole[names[2]])
@@ -240,7 +240,7 @@ def test_what_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="pack.json that is truncated or altered"):
         open_images(out, 32)
     for body in ({}, {"noun": "images", "classes": [], "shards": [{"name": "../x", "size": 1}]}):
-        (out / "pack.json").write_bytes(sealed.render_sealed_json({"format": 1} | body))
+        (out / "pack.json").write_bytes(sealed.render_json_with_hash({"format": 1} | body))
         with pytest.raises(ConfigError, match="pack.json that `dstrain pack` has not written"):
             open_images(out, 32)
     (out / "pack.json").unlink()

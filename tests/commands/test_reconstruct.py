@@ -27,7 +27,7 @@ from dstrain.commands.export import ExportOptions, export_run
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.commands.reconstruct import USUAL, ReconstructOptions, list_usable_snapshots, make_weight_averages
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import hash_snapshots
 from dstrain.recipe import ConfigError
@@ -79,9 +79,9 @@ def snapshots(folder: Path, nets: dict[str, torch.nn.Module], steps=STEPS) -> di
             buffers |= {
                 f"buffer/{part}/{name}": value for name, value in network.state_dict().items() if name not in trained
             }
-        validate.write_common_file(at, (buffers, counters))
+        validate.write_common_tensors_and_counters(at, (buffers, counters))
         body = {"files": hash_files(at, sorted(path.name for path in at.iterdir())), "step": step, "world": 1}
-        (at / NAME).write_bytes(render_sealed_json(body))
+        (at / NAME).write_bytes(render_json_with_hash(body))
     solution = published_solution([(step, width) for step in steps for width in WIDTHS], steps[-1], 0.15)
     solution = solution / solution.sum()
     return {name: sum(x * value[name] for x, value in zip(solution, values)) for name in values[0]}

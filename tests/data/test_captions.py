@@ -19,7 +19,7 @@ from dstrain.data.source import Source, describe_truncated_captions, read_spaced
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.data.views import Shuffled, Spread
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.encoders.text import TextEncoder, unpack_captions
 from tests.support import first_stage, towers
 from tests.support.pictures import picture
@@ -89,7 +89,7 @@ def test_captions_of_a_cache(tmp_path, several):
         records.append(shards.make_shard_record(path, shards.verify_and_parse_metadata(path.read_bytes())))
     body = shards.make_index_body(index["encoding"], index["classes"], records, index["versions"])
     (options.out / "index.json").write_bytes(
-        render_sealed_json({k: v for k, v in body.items() if k != "whole_captions"})
+        render_json_with_hash({k: v for k, v in body.items() if k != "whole_captions"})
     )
     cache = Latents(options.out)
     assert "captions beyond 512 bytes were cut by the dstrain that encoded them" in cache.describe_samples()

@@ -63,7 +63,7 @@ def test_steps_that_are_reported_need_no_word(monkeypatch):
     """
     one, now = Phases(quiet=20), 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    one.record_printed_output()
+    one.postpone_next_heartbeat_line()
     now = 1019.0
     one.enter_phase("step 7")
     assert [one._is_heartbeat_due(when) for when in (1019, 1020, 1038, 1039)] == [False, True, True, True]

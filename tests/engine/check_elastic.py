@@ -67,7 +67,7 @@ class Trial:
             with self.engines.freeze_all_but("tiny") as nets:
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 self.engines.run_backward_and_step("tiny", loss)
-            self.ema.update_averages(step, self.engines.collect_update_flags())
+            self.ema.update_averages(step, self.engines.collect_part_change_flags())
             self.history.values += step
             losses.append((group.sum_over_ranks(loss.detach()) / group.world()).item())
         return losses
@@ -105,7 +105,7 @@ def refuses_nan(trial: Trial) -> bool:
     """Whether a weight that is NaN on the last rank keeps every rank from saving."""
     if group.rank() == group.world() - 1:
         masters = trial.engines.masters["tiny"]
-        list(masters.iterate_views_to_save(masters.flats))[-1][1][-1] = math.nan
+        list(masters.iterate_fragment_views_to_save(masters.flats))[-1][1][-1] = math.nan
     try:
         trial.saves.save(BEFORE + AFTER)
     except FloatingPointError as error:

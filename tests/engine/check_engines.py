@@ -80,7 +80,7 @@ def reference() -> tuple[dict[str, torch.Tensor], float]:
 def gathered(masters, flats) -> dict[str, torch.Tensor]:
     """Full tensors by name from every rank's fragments."""
     full: dict[str, torch.Tensor] = {}
-    own = list(masters.iterate_views_to_save(flats))
+    own = list(masters.iterate_fragment_views_to_save(flats))
     # One tensor: each that is pickled has a header of its own.
     values = torch.cat([view for _, view in own]) if own else torch.empty(0)
     for fragments, theirs in group.gather_objects(([fragment for fragment, _ in own], values)):
@@ -92,8 +92,8 @@ def gathered(masters, flats) -> dict[str, torch.Tensor]:
 
 
 def applied(engines) -> dict[str, bool]:
-    """engines.collect_update_flags(), read off the device."""
-    return {part: bool(flag) for part, flag in engines.collect_update_flags().items()}
+    """engines.collect_part_change_flags(), read off the device."""
+    return {part: bool(flag) for part, flag in engines.collect_part_change_flags().items()}
 
 
 def list_differences_after_resume(trial: Any, step: int, last: int, truth: dict[str, torch.Tensor]) -> list[str]:
@@ -142,8 +142,8 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
                 loss = (nets["tiny"](x[mine]) - y[mine]).square().mean()
                 engines.run_backward_and_step("tiny", loss)
             last = micro_step + 1 == GLOBAL // (micro * group.world())
-            applied.append(bool(engines.collect_update_flags()["tiny"]) == last)
-        shadow.update_averages(step, engines.collect_update_flags())
+            applied.append(bool(engines.collect_part_change_flags()["tiny"]) == last)
+        shadow.update_averages(step, engines.collect_part_change_flags())
         live = gathered(masters, masters.flats)
         for decay, weights in naive.items():
             for name, weight in weights.items():
@@ -193,9 +193,9 @@ def measure(stage: int, precision: str, micro: int, expected: dict, norm: float)
             loss = nets["tiny"](x[rows(micro_step, micro)]).sum()
             engines.run_backward_and_step("tiny", loss * (torch.inf if group.rank() == 0 else 1.0))
     shadows = [flat.clone() for flat in shadow.flats["tiny"][0.5]]
-    shadow.update_averages(STEPS, engines.collect_update_flags())
+    shadow.update_averages(STEPS, engines.collect_part_change_flags())
     figures["skipped"] = {
-        "said": not engines.collect_update_flags()["tiny"],
+        "said": not engines.collect_part_change_flags()["tiny"],
         "updates": masters.num_updates,
         "weights": all(bool((a == b).all()) for a, b in zip(flats, masters.flats)),
         "ema": all(bool((a == b).all()) for a, b in zip(shadows, shadow.flats["tiny"][0.5])),

@@ -127,7 +127,7 @@ class Trial:
             mine = rows(0, GLOBAL // group.world())
             with self.engines.freeze_all_but("tiny") as nets:
                 self.engines.run_backward_and_step("tiny", (nets["tiny"](x[mine]) - y[mine]).square().mean())
-            self.ema.update_averages(step, self.engines.collect_update_flags())
+            self.ema.update_averages(step, self.engines.collect_part_change_flags())
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Masters and frozen weights, whole."""

@@ -121,7 +121,7 @@ def train(stage: int, folder: str, **keys: Any) -> dict[str, torch.Tensor]:
                 loss = (nets["tiny"](x[row : row + micro]) - y[row : row + micro]).square().mean()
                 engines.run_backward_and_step("tiny", loss)
             figures.append(loss.item())
-        shadow.update_averages(step, engines.collect_update_flags())
+        shadow.update_averages(step, engines.collect_part_change_flags())
         figures += [engines.collect_metrics()["grad_norm"], engines.collect_metrics()["param_norm"]]
     masters = engines.masters["tiny"]
     return {

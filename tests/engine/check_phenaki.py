@@ -93,8 +93,8 @@ class Trial:
         tracker = SimpleNamespace(add_terms=lambda part, terms: None)
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
-            self.ema.update_averages(step, self.engines.collect_update_flags())
-            assert all(self.engines.collect_update_flags().values())
+            self.ema.update_averages(step, self.engines.collect_part_change_flags())
+            assert all(self.engines.collect_part_change_flags().values())
             if first == 0 and step + 1 == SAVED:
                 self.saves.save(step + 1, last=True)
 

@@ -179,12 +179,12 @@ class Trial:
                             part,
                             loss_of(nets[part], x[row : row + MICRO], y[row : row + MICRO], part, step, group.rank()),
                         )
-            self.ema.update_averages(step, self.engines.collect_update_flags())
+            self.ema.update_averages(step, self.engines.collect_part_change_flags())
             figures = self.engines.collect_metrics()
             reports.append(
                 {
                     part: {
-                        "applied": bool(self.engines.collect_update_flags()[part]),
+                        "applied": bool(self.engines.collect_part_change_flags()[part]),
                         "scale": figures[f"{part}/loss_scale"],
                         "norm": figures[f"{part}/grad_norm"],
                     }

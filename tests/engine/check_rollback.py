@@ -96,10 +96,10 @@ def steps(trial: Trial, first: int, last: int, broken: int | None = None) -> lis
             trial.saves.course.num_dropped,
         )
         trial.system.loss = loss
-        trial.ema.update_averages(step, trial.engines.collect_update_flags())
+        trial.ema.update_averages(step, trial.engines.collect_part_change_flags())
         results.append(
             (
-                all(trial.engines.collect_update_flags().values()),
+                all(trial.engines.collect_part_change_flags().values()),
                 {part: [value.item() for value in each] for part, each in losses.items()},
             )
         )

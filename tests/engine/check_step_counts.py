@@ -123,8 +123,8 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
 
     def step(number: int) -> None:
         losses = take_step(number, run, system, engines, batches, NoTracker())
-        ema.update_averages(number, engines.collect_update_flags())
-        assert course.record_step(number + 1, engines.collect_update_flags().values(), losses) is None
+        ema.update_averages(number, engines.collect_part_change_flags())
+        assert course.record_step(number + 1, engines.collect_part_change_flags().values(), losses) is None
 
     for number in range(WARM):
         step(number)
@@ -132,7 +132,7 @@ def measure(folder: Path, case: str, recipe: str, *overrides: str | int) -> dict
     with HostReads() as host, Calls() as calls:
         step(WARM)
     with Calls() as averaging:
-        ema.update_averages(WARM, engines.collect_update_flags())
+        ema.update_averages(WARM, engines.collect_part_change_flags())
     sizes = [shape.numel() for part in engines for shape in engines.collect_weight_shapes(part).values()]
     return calls.report() | {
         "update": update["calls"] + averaging.report()["calls"],

@@ -205,7 +205,7 @@ class Trial:
                 return losses.setdefault(part, []).append(terms["loss"].double())
 
             take_step(step, self.run, self.system, self.engines, self.batches, SimpleNamespace(add_terms=add))
-            self.ema.update_averages(step, self.engines.collect_update_flags())
+            self.ema.update_averages(step, self.engines.collect_part_change_flags())
             means = {
                 part: (group.sum_over_ranks(sum(found)) / len(found) / group.world()).item()
                 for part, found in losses.items()

@@ -87,8 +87,8 @@ class Trial:
         tracker = SimpleNamespace(add_terms=lambda part, terms: self.seen.append((part, terms["loss"])))
         for step in range(first, last):
             take_step(step, self.run, self.system, self.engines, self.batches, tracker)
-            self.ema.update_averages(step, self.engines.collect_update_flags())
-            self.applied.append(self.engines.collect_update_flags())
+            self.ema.update_averages(step, self.engines.collect_part_change_flags())
+            self.applied.append(self.engines.collect_part_change_flags())
             if step + 1 in saved:
                 self.saves.save(step + 1, last=True)
 

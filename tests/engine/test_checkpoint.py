@@ -92,7 +92,7 @@ class Trial:
             self.engines.begin_step(LR)
             for part in self.engines:
                 step(self.engines, part, seed=number)
-            self.ema.update_averages(number, self.engines.collect_update_flags())
+            self.ema.update_averages(number, self.engines.collect_part_change_flags())
             self.system.values += 1
             for network in self.engines.modules.values():
                 network.scale.table += 1
@@ -195,7 +195,7 @@ def test_the_way_back(run):
         r"the steps 1, 2 \(put aside: 3, 4\)",
     ):
         trial.saves.roll_back(3, "at last")
-    trial.course.exclude_rollbacks_from_limit()
+    trial.course.exclude_past_rollbacks_from_limit()
     assert trial.saves.roll_back(3, "forgiven") == 1 and trial.course.state.forgiven == 3
     with pytest.raises(FloatingPointError, match="No checkpoint from before that is left to go back to"):
         trial.saves.roll_back(2, "nothing left")

@@ -98,9 +98,11 @@ def test_every_key_is_decided(installed):
     assert len(installed) > 100
     assert {"zero_optimization.stage", "timers.throughput", "bf16.enabled", "aio.block_size"} <= installed
     assert "zero_optimization.offload_optimizer.nvme_path" in installed
-    undecided = {key for key in installed if schema.find_decision_on_key(key) is None}
+    undecided = {key for key in installed if schema.find_support_decision_for_key(key) is None}
     sections = {
-        key for key in undecided if any(name.startswith(f"{key}.") for name in schema.collect_decisions_by_key())
+        key
+        for key in undecided
+        if any(name.startswith(f"{key}.") for name in schema.collect_support_decisions_by_key())
     }
     assert undecided - sections == set()
 
@@ -108,7 +110,7 @@ def test_every_key_is_decided(installed):
 def test_no_key_is_made_up(installed):
     """Oracle: the same keys: a decision on a word that DeepSpeed does not know is a typing error in a table."""
     elsewhere = {"sequence_parallel_size", "data_parallel_size", "bfloat16", "timers.throughput"}
-    for key in schema.collect_decisions_by_key().keys() - elsewhere:
+    for key in schema.collect_support_decisions_by_key().keys() - elsewhere:
         assert any(f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.") for name in installed), key
 
 
@@ -129,7 +131,7 @@ def refusal(key: str, value: Any, stage: int = 2) -> str:
 
 def test_every_other_key_is_refused_or_remarked():
     """Oracle: the decisions: a refusal names the key and its reason, a remark says that it changes nothing."""
-    for key, (verdict, words) in schema.collect_decisions_by_key().items():
+    for key, (verdict, words) in schema.collect_support_decisions_by_key().items():
         if verdict == "refused":
             section = key in schema.UNSUPPORTED
             assert f'does not support "{key}": {words}; remove it' in refusal(key, {} if section else True), key

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dstrain import recipe, systems
 from dstrain.engine.ema.shadow import EmaShadow
-from dstrain.engine.masters import cut_weights_into_shares
+from dstrain.engine.masters import locate_weight_pieces_in_shares
 from dstrain.engine.planning.fake_ranks import FakeEngines, use_fake_ranks_and_tensors
 from dstrain.planning.step import choose_step_to_measure
 from dstrain.planning.synthetic import NoTracker, Repeated
@@ -37,7 +37,7 @@ def test_shares_cover_each_weight_once(sizes, world, together, data):
     rank = data.draw(st.integers(0, world - 1))
     for line in [sizes] if together else [[size] for size in sizes if size]:
         share = max(1, -(-sum(line) // world))
-        pieces = list(cut_weights_into_shares(line, share, range(world)))
+        pieces = list(locate_weight_pieces_in_shares(line, share, range(world)))
         begins = [sum(line[:index]) for index in range(len(line))]
         ends = 0
         for index, owner, start, numel, offset in sorted(pieces, key=lambda piece: (piece[0], piece[2])):
@@ -46,7 +46,7 @@ def test_shares_cover_each_weight_once(sizes, world, together, data):
             assert start + numel <= line[index]
         assert ends == sum(line)
         own = [piece for piece in pieces if piece[1] == rank]
-        assert list(cut_weights_into_shares(line, share, range(rank, rank + 1))) == own
+        assert list(locate_weight_pieces_in_shares(line, share, range(rank, rank + 1))) == own
 
 
 def cover(names: dict[str, int], pieces: list[tuple[str, int, int]]) -> bool:
@@ -156,7 +156,7 @@ def count(
             batches = Repeated(system, config["train_micro_batch_size_per_gpu"], config["gradient_accumulation_steps"])
             for number in range(steps):
                 take_step(choose_step_to_measure(run, system) - number, run, system, engines, batches, NoTracker())
-                ema.update_averages(number, engines.collect_update_flags())
+                ema.update_averages(number, engines.collect_part_change_flags())
             owned = sum(fragment.numel for fragment, *_ in engines.masters["denoiser"].fragments)
         profile.disable()
         found[world] = {**counted.number, "owned": owned, "calls": count_own_calls(profile)}

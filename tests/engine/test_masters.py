@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dstrain.checkpoint.fragments import Fragment
 from dstrain.engine.engines import Engines
-from dstrain.engine.optimizers import ADAM, build_optimizer, restore_bytes_from_floats
+from dstrain.engine.optimizers import ADAM, build_optimizer, set_bytes_from_reinterpreted_floats
 from dstrain.recipe import Run
 from tests.engine.check_engines import applied, gathered
 from tests.support.engines import engines_for, resolve
@@ -239,7 +239,7 @@ def test_moments_of_8_bits(stage, precision):
     ):
         assert (kind, fragment) == (same_kind, Fragment(name, (len(values),), 0, len(values)))
         saved = torch.empty_like(code)
-        restore_bytes_from_floats(saved, values)
+        set_bytes_from_reinterpreted_floats(saved, values)
         assert torch.equal(saved, code)
     for kind in masters.moment_kinds:
         values = [
@@ -297,7 +297,7 @@ def test_weights_that_are_set_and_shown(stage, precision):
         others = [torch.zeros_like(flat) for flat in masters.flats]
         for error in (None, ValueError):
             try:
-                with masters.use_flats_as_weights(others):
+                with masters.use_flat_tensors_as_weights(others):
                     assert not network(x).any() and expected.any()
                     if error:
                         raise error

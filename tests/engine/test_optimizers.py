@@ -95,5 +95,5 @@ def test_bytes_as_floats(count):
     octets = torch.arange(1, count + 1, dtype=torch.uint8)
     floats, back = optimizers.reinterpret_bytes_as_floats(octets), torch.zeros_like(octets)
     assert floats.dtype == torch.float32 and floats.numel() == -(-count // 4)
-    optimizers.restore_bytes_from_floats(back, floats)
+    optimizers.set_bytes_from_reinterpreted_floats(back, floats)
     assert torch.equal(back, octets)

@@ -257,7 +257,7 @@ class Payload:
 def reseal(path: Path) -> None:
     """Seals whatever the folder of a checkpoint holds, as an attacker would."""
     names = [file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file() and file.name != NAME]
-    (path / NAME).write_bytes(sealed.render_sealed_json({**read_manifest(path), "files": hash_files(path, names)}))
+    (path / NAME).write_bytes(sealed.render_json_with_hash({**read_manifest(path), "files": hash_files(path, names)}))
 
 
 def test_nothing_is_unpickled_unasked(tmp_path):

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.disk.sealed import parse_sealed_json, render_sealed_json
+from dstrain.disk.sealed import parse_json_if_hash_matches, render_json_with_hash
 
 HARMLESS = {
     "extra file",
@@ -211,7 +211,7 @@ FOLDERS = (
 def of_manifest(kind: str, newer: Path, chance: random.Random) -> None:
     """Faults of the manifest that its seal does not show: somebody has sealed it again."""
     path = newer / NAME
-    body = parse_sealed_json(path.read_bytes())
+    body = parse_json_if_hash_matches(path.read_bytes())
     files = body["files"]
     name = chance.choice(sorted(files))
     if kind.startswith("no "):
@@ -250,7 +250,7 @@ def of_manifest(kind: str, newer: Path, chance: random.Random) -> None:
         body = [body]
     elif kind == "body is null":
         body = None
-    path.write_bytes(render_sealed_json(body))
+    path.write_bytes(render_json_with_hash(body))
 
 
 MANIFESTS = (
@@ -338,9 +338,9 @@ def of_contents(kind: str, newer: Path, chance: random.Random) -> None:
     elif kind == "a tensor of another type":
         tensors[name] = tensors[name].double()
     save_file(tensors, path, metadata)
-    body = parse_sealed_json((newer / NAME).read_bytes())
+    body = parse_json_if_hash_matches((newer / NAME).read_bytes())
     body["files"] |= hash_files(newer, [path.name])
-    (newer / NAME).write_bytes(render_sealed_json(body))
+    (newer / NAME).write_bytes(render_json_with_hash(body))
 
 
 def corrupt(folder: Path, older: int, newer: int, chance: random.Random, skip: set[str]) -> tuple[str, str]:

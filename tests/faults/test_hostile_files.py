@@ -40,7 +40,7 @@ from dstrain.data.source import BadSample
 from dstrain.data.sources.captioned import open_captioned_source
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.recipe import ConfigError
 from dstrain.runs import folders, trained, weights
 from dstrain.tracking.tracker import read_metrics
@@ -251,9 +251,9 @@ JSONS: dict[str, bytes] = {
     "nan": b'{"hash": NaN, "body": {}}',
     "empty": b"",
     "binary": bytes(range(256)),
-    "an empty body": render_sealed_json({}),
-    "files as a list": render_sealed_json({"files": [], "step": 1, "world": 1, "extra": {}}),
-    "a path": render_sealed_json(
+    "an empty body": render_json_with_hash({}),
+    "files as a list": render_json_with_hash({"files": [], "step": 1, "world": 1, "extra": {}}),
+    "a path": render_json_with_hash(
         {"files": {"../../outside": {"size": 3, "hash": "x"}}, "step": 1, "world": 1, "extra": {}}
     ),
 }

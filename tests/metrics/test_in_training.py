@@ -265,7 +265,7 @@ class Shown:
         self.flats, self.shown = [torch.zeros(1)], 0
 
     @contextmanager
-    def use_flats_as_weights(self, values: list[Tensor]) -> Iterator[None]:
+    def use_flat_tensors_as_weights(self, values: list[Tensor]) -> Iterator[None]:
         self.shown = int(values[0])
         yield
         self.shown = 0

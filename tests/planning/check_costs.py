@@ -167,7 +167,7 @@ def counted(folder: Path, stages: dict[int, dict[str, Any]]) -> None:
         for case, stage in configurations(stages[world]):
             run, settings = prepared(folder, case, stage, world)
             system = systems.build(run.system, run.model)
-            measured = asdict(rank.measure_step_as_rank_0(run, settings, system, world, "cpu")[0])
+            measured = asdict(rank.measure_simulated_rank_0_step(run, settings, system, world, "cpu")[0])
             figures[f"{world} {case} {stage}"] = measured | {
                 "checkpoint": states.count_weights_and_checkpoint_bytes(run, system)[1],
                 "states": states.count_state_bytes_by_kind(run, system, settings, world),
@@ -184,5 +184,5 @@ def many(folder: Path) -> None:
         settings, figures[stage] = {**settings, "gradient_accumulation_steps": 5}, []
         for rank._MICRO_BATCHES in (5, 3):
             system = systems.build(run.system, run.model)
-            figures[stage].append(asdict(rank.measure_step_as_rank_0(run, settings, system, 2, "cpu")[0]))
+            figures[stage].append(asdict(rank.measure_simulated_rank_0_step(run, settings, system, 2, "cpu")[0]))
     (folder / "many.json").write_text(json.dumps(figures))

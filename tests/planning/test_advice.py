@@ -88,7 +88,7 @@ def counting(request, monkeypatch):
 
 
 def takes(estimate):
-    return estimate.device_bytes + estimate.reserve_bytes
+    return estimate.device_bytes + estimate.reserved_bytes
 
 
 def neighbours():

@@ -10,7 +10,7 @@ import torch
 
 from dstrain import recipe, systems
 from dstrain.checkpoint.manifest import NAME
-from dstrain.disk.sealed import parse_sealed_json, render_sealed_json
+from dstrain.disk.sealed import parse_json_if_hash_matches, render_json_with_hash
 from dstrain.recipe import ConfigError
 from dstrain.runs import folders
 from tests.support import checkpoints
@@ -68,9 +68,9 @@ def manifest(name):
 
     def plant(run, outside):
         path = run / STEP / NAME
-        body = parse_sealed_json(path.read_bytes())
+        body = parse_json_if_hash_matches(path.read_bytes())
         body["files"][name.format(outside=outside)] = next(iter(body["files"].values()))
-        path.write_bytes(render_sealed_json(body))
+        path.write_bytes(render_json_with_hash(body))
 
     return plant
 

@@ -12,7 +12,7 @@ from torch import nn
 from dstrain import recipe
 from dstrain.checkpoint.fragments import Fragment, make_shard_file_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.recipe import Run
 
 
@@ -41,7 +41,7 @@ def write(folder: Path, run: Run, nets: Mapping[str, nn.Module], step: int = 7, 
         "extra": {"score": None},
         "versions": {"dstrain": "0.0", "torch": "2.99"},
     }
-    (step_folder / NAME).write_bytes(render_sealed_json(body))
+    (step_folder / NAME).write_bytes(render_json_with_hash(body))
     return folder
 
 

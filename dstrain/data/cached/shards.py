@@ -392,7 +392,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """
     path = folder / INDEX
     try:
-        body = sealed.parse_sealed_json(path.read_bytes())
+        body = sealed.parse_json_if_hash_matches(path.read_bytes())
     except FileNotFoundError:
         if (folder / ENCODING).exists():
             raise ConfigError(

@@ -202,7 +202,7 @@ def read_pack_json(files: Files) -> dict[str, Any]:
     """
     try:
         with files.open(INDEX) as file:
-            body = sealed.parse_sealed_json(file.read(small.MEGABYTE << 8))
+            body = sealed.parse_json_if_hash_matches(file.read(small.MEGABYTE << 8))
     except FileNotFoundError:
         raise ConfigError(
             "is not packed to the end: give the command that began it once more, and it goes on where it stopped"

@@ -309,7 +309,7 @@ def _make_index_on_disk(layout: Layout, folder: Path) -> Index:
     columns.make_index(layout)
     atomic.write_file(
         building / WATCHED,
-        sealed.render_sealed_json({"names": watch_list + more, "stats": stats + _read_file_stats(layout, more)}),
+        sealed.render_json_with_hash({"names": watch_list + more, "stats": stats + _read_file_stats(layout, more)}),
     )
     if folder.exists():
         old = folder.with_name(f"{folder.name}.old")

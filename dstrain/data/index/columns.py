@@ -212,7 +212,7 @@ class Columns:
             os.replace(folder / _RENUMBERED, folder / "label.bin")
         for name, column in columns.items():
             write_checksums_beside(folder / f"{name}.bin", column)
-        atomic.write_file(folder / HEADER, sealed.render_sealed_json(header))
+        atomic.write_file(folder / HEADER, sealed.render_json_with_hash(header))
         return Index(header, columns, folder)
 
     def _renumber_labels_and_count_classes(

@@ -212,7 +212,7 @@ class Index:
             header[split] = {"number": own.number, "counts": own.counts, "names": own.names}
             if leave_out:
                 header[split]["left_out"] = left_out.tolist()
-        atomic.write_file(folder / HEADER, sealed.render_sealed_json(header))
+        atomic.write_file(folder / HEADER, sealed.render_json_with_hash(header))
 
     def _open_splits(self, held_out: float, leave_out: Sequence[str]) -> dict[str, Split] | None:
         """Returns the splits "train" and "held_out" from the disk, by name. Returns None if they are missing, have a
@@ -384,6 +384,6 @@ def read_sealed_json(path: Path) -> dict[str, Any] | None:
     altered.
     """
     try:
-        return sealed.parse_sealed_json(path.read_bytes())
+        return sealed.parse_json_if_hash_matches(path.read_bytes())
     except OSError:
         return None

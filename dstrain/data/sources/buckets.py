@@ -250,7 +250,7 @@ def _write_buckets(source: Bucketed, table: Verified, folder: Path) -> None:
     members.flush()
     write_checksums_beside(building / _MEMBERS, members)
     (building / "by_sample.bin").unlink()
-    atomic.write_file(building / HEADER, sealed.render_sealed_json(header))
+    atomic.write_file(building / HEADER, sealed.render_json_with_hash(header))
     atomic.flush_and_rename_folder(building, folder)
 
 

@@ -85,14 +85,14 @@ class SnapshotCombiner:
             for snapshot in by_time.values()
         }
 
-    def solve_for_width(self, width: float) -> Solution:
+    def solve_coefficients_for_width(self, width: float) -> Solution:
         """Returns the coefficients by which the averages in all snapshots are combined into an average of `width`.
         Raises ConfigError if even the best combination weights the steps of training too differently from the wanted
         average: if their profiles differ by more than 10 %.
         """
         if not self._time:
             return Solution([1.0] + [0.0] * (len(self._sources) - 1), 0.0)
-        solution = self._solve_and_normalise(width)
+        solution = self._solve_normalised_coefficients(width)
         if solution.misfit > MISFIT:
             own = {average.width for _, average in self._sources}
             steps = {number / 200 for number in range(1, 58)}  # 0.005, 0.01, ... up to the widest, 0.285
@@ -105,12 +105,12 @@ class SnapshotCombiner:
         return solution
 
     def can_make_average(self, width: float) -> bool:
-        """Returns whether the snapshots can be combined into an average of this width; then `solve_for_width` does not
-        raise.
+        """Returns whether the snapshots can be combined into an average of this width; then
+        `solve_coefficients_for_width` does not raise.
         """
-        return not self._time or self._solve_and_normalise(width).misfit <= MISFIT
+        return not self._time or self._solve_normalised_coefficients(width).misfit <= MISFIT
 
-    def _solve_and_normalise(self, width: float) -> Solution:
+    def _solve_normalised_coefficients(self, width: float) -> Solution:
         return solve_combination_coefficients(
             [average for _, average in self._sources], Average(self._time, width)
         ).normalise_coefficients()
@@ -136,7 +136,7 @@ class SnapshotCombiner:
         """Computes one average for each of W solutions. Yields chunks, float32 (W, n): the values of all W averages for
         n consecutive elements of one tensor.
 
-        solutions   the coefficients of each average, as `solve_for_width` returns them
+        solutions   the coefficients of each average, as `solve_coefficients_for_width` returns them
         shares      {tensor's name: range of its elements to compute}; the chunks come in this order
         """
         coefficients = np.array([solution.coefficients for solution in solutions])  # (W, sources)
@@ -167,9 +167,12 @@ class SnapshotCombiner:
         files to the disk. Returns {size, hash} of each file.
 
         Each of `world` ranks writes an equal share of every tensor. Rank 0 alone writes a tensor that has fewer
-        elements than there are ranks. Raises ConfigError if `solve_for_width` does.
+        elements than there are ranks. Raises ConfigError if `solve_coefficients_for_width` does.
         """
-        solutions, shapes = [self.solve_for_width(width) for width in widths], dict(self.list_tensor_shapes())
+        solutions, shapes = (
+            [self.solve_coefficients_for_width(width) for width in widths],
+            dict(self.list_tensor_shapes()),
+        )
         shares = {
             name: range(numel * rank // world, numel * (rank + 1) // world)
             for name, shape in shapes.items()

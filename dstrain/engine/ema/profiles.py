@@ -65,18 +65,18 @@ def solve_combination_coefficients(averages: Sequence[Average], target: Average)
         np.array([solve_profile_exponent(a.width) for a in averages]),
     )
     time, gamma = np.array([target.time]), np.array([solve_profile_exponent(target.width)])
-    length = np.sqrt(_compute_profile_products(time, gamma, time, gamma).item())
+    length = np.sqrt(_compute_profile_inner_products(time, gamma, time, gamma).item())
     lengths = np.sqrt(
-        np.diagonal(_compute_profile_products(times, gammas, times, gammas))
+        np.diagonal(_compute_profile_inner_products(times, gammas, times, gammas))
     )  # unit profiles: better conditioned
-    products = _compute_profile_products(times, gammas, times, gammas) / np.outer(lengths, lengths)
-    cosines = _compute_profile_products(times, gammas, time, gamma)[:, 0] / (lengths * length)
+    products = _compute_profile_inner_products(times, gammas, times, gammas) / np.outer(lengths, lengths)
+    cosines = _compute_profile_inner_products(times, gammas, time, gamma)[:, 0] / (lengths * length)
     found = np.linalg.solve(products, cosines)
     misfit = np.sqrt(max(1 - 2 * cosines @ found + found @ products @ found, 0.0))
     return Solution((found * length / lengths).tolist(), float(misfit))
 
 
-def _compute_profile_products(
+def _compute_profile_inner_products(
     times: np.ndarray, gammas: np.ndarray, other_times: np.ndarray, other_gammas: np.ndarray
 ) -> np.ndarray:
     """Returns the inner products (N, M) of N profiles with M profiles. A profile says how much each time of training

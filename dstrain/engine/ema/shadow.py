@@ -128,5 +128,5 @@ class EmaShadow:
                             f"no EMA of decay or width {decay_or_width}; the recipe's section ema has "
                             f"{', '.join(map(str, shadows))}"
                         )
-                    stack.enter_context(self._masters[part].use_flats_as_weights(shadows[chosen]))
+                    stack.enter_context(self._masters[part].use_flat_tensors_as_weights(shadows[chosen]))
             yield

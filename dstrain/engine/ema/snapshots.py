@@ -67,7 +67,7 @@ class Averages:
             part: [
                 (f"ema.{width!r}", fragment, view)
                 for width in self._ema.profiles
-                for fragment, view in self._masters[part].iterate_views_to_save(shadows[width])
+                for fragment, view in self._masters[part].iterate_fragment_views_to_save(shadows[width])
             ]
             for part, shadows in self._shadow.flats.items()
         }
@@ -75,7 +75,7 @@ class Averages:
 
         def write_rank_files(folder: Path, entries: Entries) -> Hashes:
             if group.rank() == 0:
-                validate.write_common_file(folder, common)
+                validate.write_common_tensors_and_counters(folder, common)
             names = {part: make_shard_file_name(part, group.rank(), group.world()) for part in entries}
             return {
                 name: write_shard(folder / name, entries[part], {"part": part}, dtype) for part, name in names.items()

@@ -37,7 +37,10 @@ def count_checkpoint_bytes(masters: Mapping[str, Masters], ema: EmaShadow) -> in
         for part, own in masters.items()
     ]
     total = sum(
-        view.nbytes for own, layouts in kinds for flats in layouts for _, view in own.iterate_views_to_save(flats)
+        view.nbytes
+        for own, layouts in kinds
+        for flats in layouts
+        for _, view in own.iterate_fragment_views_to_save(flats)
     )
     for own in masters.values():
         total += sum(codes.nbytes for *_, codes in own.iterate_8bit_moments_to_save())
@@ -81,7 +84,7 @@ def iterate_tensors_kept_between_steps(masters: Mapping[str, Masters], ema: EmaS
     yield from (("average", flat) for flat in tree_leaves(ema.flats))
 
 
-def iterate_allocating_methods(masters: Masters) -> Iterator[tuple[Any, str, str]]:
+def iterate_deepspeed_methods_that_allocate(masters: Masters) -> Iterator[tuple[Any, str, str]]:
     """Yields (object, name of its method, kind) for the methods of DeepSpeed that allocate tensors of one kind: weights
     gathered at stage 3 (gathered), or else buffers in which gradients are reduced (buckets).
     """

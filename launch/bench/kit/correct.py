@@ -180,7 +180,7 @@ class _Averages:
     def after(self, trial: Trial, number: int) -> Losses:
         """The losses of one step, after which the averages follow."""
         losses = trial.trained.step(number)
-        applied, ema = trial.trained.engines.collect_update_flags(), trial.trained.run.ema
+        applied, ema = trial.trained.engines.collect_part_change_flags(), trial.trained.run.ema
         for part, by_decay in self.shadows.items():
             for decay, shadow in by_decay.items() if applied.get(part) else ():
                 keep = ema.compute_effective_decay(decay, number)

@@ -39,7 +39,7 @@ class Dstrain:
     def step(self, number: int) -> Losses:
         """The losses of each network, one a micro-batch."""
         losses = take_step(number, self.run, self.system, self.engines, self.batches, NoTracker())
-        self.ema.update_averages(number, self.engines.collect_update_flags())
+        self.ema.update_averages(number, self.engines.collect_part_change_flags())
         return losses
 
 

@@ -20,7 +20,7 @@ from dstrain.data.cached import shards
 from dstrain.data.cached.latents import Latents, is_codes_cache
 from dstrain.data.open import fill_in_codes_entry, open_sources
 from dstrain.data.order import Order
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Data
 from dstrain.systems.base import Request
@@ -100,7 +100,7 @@ def write(
         records.append(shards.make_shard_record(path, shards.read_verified_metadata(path)))
         every.append(codes)
     (folder / shards.INDEX).write_bytes(
-        render_sealed_json(shards.make_index_body(encoding, list(classes), records, {}))
+        render_json_with_hash(shards.make_index_body(encoding, list(classes), records, {}))
     )
     return np.concatenate(every)
 
@@ -258,7 +258,7 @@ def test_damaged_index(tmp_path):
         path.write_text(wrong)
         with pytest.raises(ValueError, match="index.json is truncated or altered"):
             Latents(tmp_path / "x")
-    path.write_bytes(render_sealed_json(json.loads(text)["body"] | {"format": 9}))
+    path.write_bytes(render_json_with_hash(json.loads(text)["body"] | {"format": 9}))
     with pytest.raises(ValueError, match="has format 9"):
         Latents(tmp_path / "x")
     path.unlink()

@@ -66,7 +66,7 @@ def make_index(root: Path, number: int, kept: Path) -> None:
     Columns(building, state=state).make_index(layout)
     watched = layout.list_files_watched_for_changes()
     atomic.write_file(
-        building / WATCHED, sealed.render_sealed_json({"names": watched, "stats": _read_file_stats(layout, watched)})
+        building / WATCHED, sealed.render_json_with_hash({"names": watched, "stats": _read_file_stats(layout, watched)})
     )
     building.rename(kept / _hash_request(str(root), request))
 

@@ -67,7 +67,7 @@ class Trial:
             for part in PARTS if step % 2 else PARTS[:1]:
                 with self.engines.freeze_all_but(part) as nets:
                     self.engines.run_backward_and_step(part, (nets[part](x[mine]) - y[mine]).square().mean())
-            self.ema.update_averages(step, self.engines.collect_update_flags())
+            self.ema.update_averages(step, self.engines.collect_part_change_flags())
             self.track(PARTS if step % 2 else PARTS[:1])
             if step + 1 == save:
                 self.saves.save(save)

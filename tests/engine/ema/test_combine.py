@@ -12,7 +12,7 @@ import torch
 from dstrain.checkpoint import validate
 from dstrain.checkpoint.fragments import Fragment, Shards, make_shard_file_name, write_shard
 from dstrain.checkpoint.manifest import NAME, hash_files
-from dstrain.disk.sealed import render_sealed_json
+from dstrain.disk.sealed import render_json_with_hash
 from dstrain.engine.ema import combine
 from dstrain.engine.ema.combine import SnapshotCombiner, hash_snapshots, select_combinable_snapshots
 from dstrain.engine.ema.profiles import Solution
@@ -55,9 +55,9 @@ def snapshot(
         "scaler": {},
         "averages": {"widths": list(widths), "began": 0, "updates": updates},
     }
-    validate.write_common_file(path, ({}, dict.fromkeys(parts, counters)))
+    validate.write_common_tensors_and_counters(path, ({}, dict.fromkeys(parts, counters)))
     names = sorted(file.name for file in path.iterdir())
-    (path / NAME).write_bytes(render_sealed_json({"files": hash_files(path, names), "step": step, "world": 2}))
+    (path / NAME).write_bytes(render_json_with_hash({"files": hash_files(path, names), "step": step, "world": 2}))
     return truth
 
 
@@ -121,7 +121,8 @@ def test_half_precision(tmp_path):
     )
     shares = {"block.weight": range(3, 30), "last": range(8)}
     chunks = [
-        torch.from_numpy(chunk[0]).double() for chunk in part.combine_in_chunks([part.solve_for_width(0.07)], shares)
+        torch.from_numpy(chunk[0]).double()
+        for chunk in part.combine_in_chunks([part.solve_coefficients_for_width(0.07)], shares)
     ]
     for (name, share), values in zip(shares.items(), chunks, strict=True):
         assert torch.allclose(values, expected[name].flatten()[share.start : share.stop], rtol=0, atol=1e-5)
@@ -137,13 +138,13 @@ def test_before_the_part_learns(tmp_path):
     for width in (0.001, 0.05, 0.2):
         assert part.can_make_average(width)
         shares = {name: range(math.prod(shape)) for name, shape in part.list_tensor_shapes()}
-        chunks = part.combine_in_chunks([part.solve_for_width(width)], shares)
+        chunks = part.combine_in_chunks([part.solve_coefficients_for_width(width)], shares)
         for name, chunk in zip(shares, chunks, strict=True):
             assert np.array_equal(chunk[0], truth[0.05][name].flatten().numpy())
-        assert part.solve_for_width(width) == Solution([1.0, 0.0], 0.0)
+        assert part.solve_coefficients_for_width(width) == Solution([1.0, 0.0], 0.0)
     later = snapshot(tmp_path, 30, 4)
     part = combined(tmp_path)
-    coefficients = part.solve_for_width(0.1).coefficients
+    coefficients = part.solve_coefficients_for_width(0.1).coefficients
     assert coefficients == pytest.approx([0, 1], abs=1e-9)
     (chunk,) = part.combine_in_chunks([Solution(coefficients, 0.0)], {"bias": range(3)})
     assert np.allclose(chunk[0], later[0.1]["bias"].numpy(), atol=1e-6)
@@ -162,36 +163,36 @@ def test_the_widths_that_are_made(tmp_path, monkeypatch):
         match=r"--ema 0.25: the 2 snapshots up to step 20 make no average of that width of "
         r"net: the nearest misses its profile by (\d+)%",
     ) as error:
-        part.solve_for_width(0.25)
+        part.solve_coefficients_for_width(0.25)
     assert not part.can_make_average(0.25)
     percent, low, high = re.search(r"by (\d+)%. They make those from ([\d.]+) to ([\d.]+);", str(error.value)).groups()
-    misfit = part._solve_and_normalise(0.25).misfit
+    misfit = part._solve_normalised_coefficients(0.25).misfit
     assert abs(int(percent) / 100 - misfit) <= 0.005
     usual = [round(0.005 * number, 3) for number in range(1, 58)]
     assert [float(low), float(high)] == [next(filter(part.can_make_average, order)) for order in (usual, usual[::-1])]
-    misfits = {width: part._solve_and_normalise(width).misfit for width in usual}
+    misfits = {width: part._solve_normalised_coefficients(width).misfit for width in usual}
     assert any(0.1 < other < 0.2 for other in misfits.values()) and any(
         0.05 < other <= 0.1 for other in misfits.values()
     )
     assert {width for width, other in misfits.items() if other <= 0.1} == set(filter(part.can_make_average, usual))
     monkeypatch.setattr(combine, "MISFIT", misfit)
-    assert part.can_make_average(0.25) and part.solve_for_width(0.25).misfit == misfit
+    assert part.can_make_average(0.25) and part.solve_coefficients_for_width(0.25).misfit == misfit
     monkeypatch.setattr(combine, "MISFIT", misfit * (1 - 1e-12))
     assert not part.can_make_average(0.25)
     for step in (30, 40):
         snapshot(tmp_path / "odd", step, step, widths=(0.1234,))
     monkeypatch.setattr(combine, "MISFIT", 1e-6)
     with pytest.raises(ConfigError, match="up to step 40 make no .* from 0.1234 to 0.1234;"):
-        combined(tmp_path / "odd").solve_for_width(0.2)
+        combined(tmp_path / "odd").solve_coefficients_for_width(0.2)
 
 
 def test_the_ends_of_the_widths(tmp_path, monkeypatch):
     """Oracle: by hand: multiples of 0.005 up to the widest, 0.288, where snapshots would make all of them."""
     snapshot(tmp_path, 10, 10)
     part = combined(tmp_path)
-    monkeypatch.setattr(part, "_solve_and_normalise", lambda width: Solution([], float(width < 0.005)))
+    monkeypatch.setattr(part, "_solve_normalised_coefficients", lambda width: Solution([], float(width < 0.005)))
     with pytest.raises(ConfigError, match="They make those from 0.005 to 0.285;"):
-        part.solve_for_width(0.001)
+        part.solve_coefficients_for_width(0.001)
 
 
 def test_which_snapshots(tmp_path):
@@ -215,5 +216,5 @@ def test_snapshots_at_one_time(tmp_path):
     part = combined(tmp_path)
     solution = published_solution([(time, width) for time in (8, 16) for width in WIDTHS], 16, 0.07)
     expected = mixed(solution / solution.sum(), [*first.values(), *last.values()])
-    (chunk,) = part.combine_in_chunks([part.solve_for_width(0.07)], {"block.weight": range(35)})
+    (chunk,) = part.combine_in_chunks([part.solve_coefficients_for_width(0.07)], {"block.weight": range(35)})
     assert torch.allclose(torch.from_numpy(chunk[0]).double(), expected["block.weight"].flatten(), rtol=0, atol=1e-5)

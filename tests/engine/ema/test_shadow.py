@@ -24,7 +24,7 @@ class Flats:
             flat.copy_(torch.arange(len(flat)) + 10.0 * number + step**2)
 
     @contextmanager
-    def use_flats_as_weights(self, values: list[torch.Tensor]):
+    def use_flat_tensors_as_weights(self, values: list[torch.Tensor]):
         self.shown = values
         yield
         self.shown = []

@@ -65,7 +65,7 @@ def test_few_snapshots(trained):
     for part in PARTS:
         combined = SnapshotCombiner(list_usable_snapshots(run, None)[4::5], part)
         solution, shares = (
-            combined.solve_for_width(WIDE),
+            combined.solve_coefficients_for_width(WIDE),
             {name: range(math.prod(shape)) for name, shape in combined.list_tensor_shapes()},
         )
         chunks = zip(shares, combined.combine_in_chunks([solution], shares), strict=True)
@@ -85,7 +85,7 @@ def test_ranks_share_the_work(trained):
             shares = {name: range(math.prod(shape)) for name, shape in combined.list_tensor_shapes()}
             whole = [
                 torch.from_numpy(chunk[0])
-                for chunk in combined.combine_in_chunks([combined.solve_for_width(width)], shares)
+                for chunk in combined.combine_in_chunks([combined.solve_coefficients_for_width(width)], shares)
             ]
             state = read_weights(path, part, f"ema.{width!r}")
             assert all(torch.equal(state[name].flatten(), values) for name, values in zip(shares, whole, strict=True))
@@ -218,4 +218,4 @@ def test_half_precision(tmp_path):
     )
     assert 0 < (half - whole).norm() < 2**-8 * whole.norm()
     part = SnapshotCombiner(list_usable_snapshots(runs["bf16"], None), "a")
-    assert abs(sum(part.solve_for_width(0.075).coefficients) - 1) < 1e-3
+    assert abs(sum(part.solve_coefficients_for_width(0.075).coefficients) - 1) < 1e-3
