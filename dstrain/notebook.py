@@ -15,8 +15,8 @@ from dstrain.distributed import group
 from dstrain.recipe import ConfigError, Run, trust
 from dstrain.runs import trained
 from dstrain.runs.weights import read_adapted_weights
-from dstrain.sampling.draw import draw_all_samples, score_batches
-from dstrain.sampling.requests import make_sampling_request
+from dstrain.sampling.draw import draw_all_samples, evaluate_held_out_batches
+from dstrain.sampling.requests import make_sampling_request_and_captions
 from dstrain.systems.base import System
 
 _EXPORTED = "recipe.yaml"  # what `export --format safetensors` writes beside the weights
@@ -72,7 +72,7 @@ class TrainedRun:
         if images is None and self.system.starts_from_data and self.system.generates:
             kind = "image embeddings" if self.system.takes_embeddings else "smaller pictures"
             raise ConfigError(f"{self.folder} draws from {kind}: give them as images=, uint8 (N, C, H, W), or (N, D)")
-        request, _ = make_sampling_request(
+        request, _ = make_sampling_request_and_captions(
             self.recipe.samples,
             self.system,
             num,
@@ -100,7 +100,7 @@ class TrainedRun:
         source = open_sources(self.recipe.data, run=self.folder)[1]
         if source is None:
             raise ConfigError(f"{self.recipe.data.path} has no held-out samples: data.held_out=0.02 keeps a share")
-        return score_batches(
+        return evaluate_held_out_batches(
             self.system,
             self.networks,
             iterate_held_out(source, batch, device=self.device, seed=self.recipe.seed, limit=num),

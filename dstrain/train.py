@@ -32,7 +32,7 @@ from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
 from dstrain.runs.weights import read_adapted_weights, write_part_weights
-from dstrain.sampling.draw import score_batches
+from dstrain.sampling.draw import evaluate_held_out_batches
 from dstrain.sampling.grids import draw_grids
 from dstrain.systems.base import System
 from dstrain.tracking.throughput import Throughput
@@ -469,7 +469,7 @@ def evaluate_held_out_loss(training: Training, done: int) -> float | None:
 
     def compute_curve_means(curves: dict[str, list[float]]) -> dict[str, float]:
         batches = iterate_held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
-        return score_batches(training.system, training.engines.modules, batches, curves)
+        return evaluate_held_out_batches(training.system, training.engines.modules, batches, curves)
 
     raw = {f"raw/{name}": value for name, value in compute_curve_means({}).items()}
     curves: dict[str, list[float]] = {}

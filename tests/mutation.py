@@ -158,7 +158,7 @@ MISTAKES = [
     (
         "alpha forgotten when adapters are merged",
         "dstrain/nn/lora.py",
-        "merged[base] + lora.scale * update",
+        "merged[base] + lora.output_factor * update",
         "merged[base] + update",
         "tests/nn/test_lora.py::test_merged_is_unmerged[dit]",
     ),

@@ -137,7 +137,7 @@ def _import_diffusers_writer(run: Run, system: System) -> ModuleType:
     cannot express this model.
     """
     system.require_expressible_in_diffusers()
-    return importlib.import_module(f"{systems.import_package(run.system).__name__}.to_diffusers")
+    return importlib.import_module(f"{systems.import_system_package(run.system).__name__}.to_diffusers")
 
 
 def _force_float32_convolutions() -> AbstractContextManager[None]:
@@ -241,7 +241,7 @@ def _save_adapters_for_pipeline(
     fields = {f"transformer.{field}": value for field, value in fields.items() if value is not None}
     metadata = {"format": "pt", "lora_adapter_metadata": json.dumps(fields, indent=2, sort_keys=True)}
     scaled = {
-        f"transformer.{name}": (value * lora.scale if ".lora_B." in name else value).contiguous()
+        f"transformer.{name}": (value * lora.output_factor if ".lora_B." in name else value).contiguous()
         for name, value in adapters.items()
     }
     save_file(scaled, path, metadata=metadata)

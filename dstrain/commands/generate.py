@@ -27,7 +27,7 @@ from dstrain.recipe import ConfigError, Run, explain_write_errors, reword_errors
 from dstrain.runs import hosts, trained
 from dstrain.runs.folders import claim_output_folder
 from dstrain.runs.trained import load_guiding_network, require_outside_run_folders
-from dstrain.sampling.draw import count_grid_columns_by_class, draw_all_samples, draw_samples_in_rounds
+from dstrain.sampling.draw import count_classes_as_grid_columns, draw_all_samples, draw_samples_in_rounds
 from dstrain.sampling.files import (
     FORMATS,
     About,
@@ -36,7 +36,7 @@ from dstrain.sampling.files import (
     choose_samples_folder,
     require_folder_without_samples,
 )
-from dstrain.sampling.requests import OPTIONS, choose_conditions, make_sampling_request
+from dstrain.sampling.requests import OPTIONS, make_sampling_request_and_captions, make_valid_conditions
 from dstrain.sampling.scenes import (
     Length,
     assign_frames_to_scenes,
@@ -132,7 +132,7 @@ def _write_samples(
         about = About(
             options.num,
             options.seed,
-            count_grid_columns_by_class(request),
+            count_classes_as_grid_columns(request),
             request.conditions.get("label"),
             captions,
             assign_frames_to_scenes(options.scenes, clip) if options.scenes and clip else None,
@@ -351,7 +351,7 @@ def _make_sampling_request(
         prompts, option = options.scenes[:1], "--scenes: "
     chosen = {name: getattr(options, name) for name in ("num_steps", "size", "negative_prompt", *CHOICES)}
     with reword_errors(f"{option}{options.folder}: ", OPTIONS):
-        request, captions = make_sampling_request(
+        request, captions = make_sampling_request_and_captions(
             run.samples,
             system,
             options.num,
@@ -430,4 +430,4 @@ def _choose_labels_of_later_run(request: Request, later_run: ReadyRun, options: 
     drawn = request.conditions.get("label")
     labels = options.labels or later_run.run.samples.labels if drawn is None else tuple(drawn.tolist())
     with reword_errors(f"--then {later_run.folder}: "):
-        return choose_conditions(later_run.system, options.num, labels)
+        return make_valid_conditions(later_run.system, options.num, labels)

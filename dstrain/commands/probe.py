@@ -23,7 +23,7 @@ from dstrain import rng
 from dstrain.data.batches import Batches, copy_batch_to_device
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.sampling.draw import require_valid_evaluation_terms, require_valid_samples, set_eval_mode
-from dstrain.sampling.grids import make_grid_request
+from dstrain.sampling.grids import make_grid_request_and_captions
 from dstrain.systems.base import Batch, Example, Nets, System
 
 _SAMPLES = 2
@@ -302,7 +302,7 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
     if system.generates and not system.find_drawing_problem():
         samples = run.samples.model_copy(update={"num": _SAMPLES} if run.samples.prompts else {})
         with _explain_id_errors(f"{run.system}: conditions", {}, device):
-            request, _ = make_grid_request(samples, system, data if system.starts_from_data else {})
+            request, _ = make_grid_request_and_captions(samples, system, data if system.starts_from_data else {})
         few = replace(
             request,
             seeds=request.seeds[:_SAMPLES].to(device),

@@ -104,7 +104,7 @@ class LossSecondMomentSampler(TimestepSampler):
         """Draws timesteps int64 (B,) from the learned distribution, by uniform numbers (B,) in [0, 1). Returns them and
         the weights 1 / (T * p(t)), float32 (B,).
         """
-        self._move_to_device(uniforms.device)
+        self._move_history_to_device(uniforms.device)
         if _is_on_host(uniforms):
             t = self._convert_uniforms_to_timesteps(uniforms.numpy())
             weights = 1 / (self.num_timesteps * self._p.take(t))
@@ -133,7 +133,7 @@ class LossSecondMomentSampler(TimestepSampler):
         """Adds losses (N,) at timesteps t (N,) to the history, and computes the probabilities anew. Ignores samples
         with t < 0 or a loss that is not finite.
         """
-        self._move_to_device(t.device)
+        self._move_history_to_device(t.device)
         losses = losses.detach().double()
         if _is_on_host(t):
             self._append_losses_on_cpu(t.numpy(), losses.numpy())
@@ -180,7 +180,7 @@ class LossSecondMomentSampler(TimestepSampler):
         self._seen += counts
         self._seen[unused:] = 0  # with a number as index, a GPU would be waited for
 
-    def _move_to_device(self, device: torch.device) -> None:
+    def _move_history_to_device(self, device: torch.device) -> None:
         """Moves the history of losses to `device`, if it is on another one, and computes the probabilities there."""
         if self._history.device != device:
             self._history, self._seen = self._history.to(device), self._seen.to(device)

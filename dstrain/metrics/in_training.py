@@ -29,7 +29,11 @@ from dstrain.metrics.statistics import KEPT, Statistics
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.recipe.patterns import match_patterns_to_caption
 from dstrain.sampling.draw import draw_samples_of_rank
-from dstrain.sampling.requests import adapt_samples_section_for_metrics, list_built_in_captions, make_sampling_request
+from dstrain.sampling.requests import (
+    adapt_samples_section_for_metrics,
+    list_built_in_captions,
+    make_sampling_request_and_captions,
+)
 from dstrain.systems.base import Nets, Request, System
 
 _BATCH = 100  # pictures of the data that are described at once
@@ -73,7 +77,7 @@ class Quality:
         else:
             with reword_errors(options=_OPTIONS):
                 self._compared = open_recipe_reference(samples.reference, data, compared, KEPT)
-        self._request, self._captions = make_sampling_request(
+        self._request, self._captions = make_sampling_request_and_captions(
             adapt_samples_section_for_metrics(samples, data, system), system, samples.metrics_samples, samples.seed
         )
         if "accuracy" in metrics and self._captions is None and "label" not in self._request.conditions:

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dstrain.nn.sequence import (
+    are_tokens_shared_among_ranks,
     gather_heads_and_split_tokens,
     gather_tokens_and_split_heads,
-    is_sharing_tokens,
     take_rank_slice,
 )
 
@@ -37,7 +37,7 @@ def attend(
                       part of every stretch. `attn_mask` covers all tokens and heads. All ranks that share the tokens
                       call this together.
     """
-    exchanges = shared_stretches > 0 and is_sharing_tokens()
+    exchanges = shared_stretches > 0 and are_tokens_shared_among_ranks()
     if exchanges:
         query, key, value = (gather_tokens_and_split_heads(x, shared_stretches) for x in (query, key, value))
         if attn_mask is not None and attn_mask.shape[1] > 1:

@@ -38,7 +38,7 @@ class Lora(Section):
     """Share of an adapter's inputs that is dropped in training."""
 
     @property
-    def scale(self) -> float:
+    def output_factor(self) -> float:
         """Returns alpha / rank, by which an adapter's output is multiplied."""
         return self.alpha / self.rank
 
@@ -86,7 +86,7 @@ def add_adapters(network: nn.Module, lora: Lora | None, default_patterns: Sequen
     network.requires_grad_(False)
     for layer in chosen.values():
         layer.lora_A, layer.lora_B = _make_adapter_factors(layer, lora.rank)
-        layer.lora_dropout, layer.lora_scale = make_dropout(lora.dropout), lora.scale
+        layer.lora_dropout, layer.lora_scale = make_dropout(lora.dropout), lora.output_factor
         layer.register_forward_hook(_add_adapter_output)
     return network
 
@@ -129,7 +129,7 @@ def merge_adapters_into_weights(state: dict[str, Tensor], lora: Lora) -> dict[st
         if ".lora_A." in name:
             up, base = state[name.replace(".lora_A.", ".lora_B.")], name.replace(".lora_A.", ".")
             update = up.flatten(1) @ down.flatten(1)  # (out, in, or in times the filter's pixels)
-            merged[base] = merged[base] + lora.scale * update.view(merged[base].shape)
+            merged[base] = merged[base] + lora.output_factor * update.view(merged[base].shape)
     return merged
 
 

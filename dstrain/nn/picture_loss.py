@@ -110,7 +110,7 @@ class PictureLoss:
         self.adversarial, self._penalized = discriminator is not None, penalty is not None
         self.network: PerceptualDistance | None = None  # loaded where it is first needed
 
-    def collect_losses_by_part(self, part: str, part_loss: Loss) -> dict[str, Loss]:
+    def collect_part_and_discriminator_losses(self, part: str, part_loss: Loss) -> dict[str, Loss]:
         """Returns the loss function of each part: {part: part_loss} for the first stage and, if there is a
         discriminator, {"discriminator": compute_discriminator_loss}.
         """

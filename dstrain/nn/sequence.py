@@ -8,7 +8,7 @@ ZeRO's mean of gradients over all ranks is then right, if the backward pass of `
 multiplies the gradient of a rank's own tokens by N. For every weight between `take_rank_slice` and `gather_rank_slices`
 a rank computes N times the part of its tokens, and the mean over N ranks is the sum. The same holds for weights before
 `take_rank_slice`, though the gradients of the tokens there differ between the ranks. So what `gather_rank_slices` has
-gathered must not be cut by `take_rank_slice` once more: `take_rank_slice_of_gathered` gathers the gradients, too.
+gathered must not be cut by `take_rank_slice` once more: `take_rank_slice_after_gathering` gathers the gradients, too.
 
 Outside of `share_tokens_among_ranks` all functions return their argument. Notation: N ranks, H heads, n own tokens, d
 values of a head.
@@ -49,7 +49,7 @@ def share_tokens_among_ranks(group: ProcessGroup | None) -> Iterator[None]:
         _team = before
 
 
-def is_sharing_tokens() -> bool:
+def are_tokens_shared_among_ranks() -> bool:
     """Returns whether this runs inside a `share_tokens_among_ranks` block with a group, so that ranks share the tokens
     of a sample.
     """
@@ -96,7 +96,7 @@ def gather_rank_slices(x: Tensor, axis: int) -> Tensor:
     return x if _team is None else _GatherSlices.apply(x, axis)
 
 
-def take_rank_slice_of_gathered(x: Tensor, axis: int) -> Tensor:
+def take_rank_slice_after_gathering(x: Tensor, axis: int) -> Tensor:
     """Returns this rank's part of an axis that `gather_rank_slices` has made whole before. The backward pass gathers
     the gradients of all parts, so all ranks that share tokens must run it. If no tokens are shared, returns x itself.
     """
@@ -109,12 +109,12 @@ def gather_tokens_and_split_heads(x: Tensor, num_stretches: int) -> Tensor:
 
     num_stretches  how many stretches of equal length the tokens form, such as frames; a rank holds its part of each.
     """
-    return _exchange_axes(x.unflatten(2, (num_stretches, -1)), gather_axis=3, split_axis=1).flatten(2, 3)
+    return _exchange_axes_among_ranks(x.unflatten(2, (num_stretches, -1)), gather_axis=3, split_axis=1).flatten(2, 3)
 
 
 def gather_heads_and_split_tokens(x: Tensor, num_stretches: int) -> Tensor:
     """Inverts `gather_tokens_and_split_heads`: (B, H / N, N n, d) -> (B, H, n, d). `num_stretches` must be the same."""
-    return _exchange_axes(x.unflatten(2, (num_stretches, -1)), gather_axis=1, split_axis=3).flatten(2, 3)
+    return _exchange_axes_among_ranks(x.unflatten(2, (num_stretches, -1)), gather_axis=1, split_axis=3).flatten(2, 3)
 
 
 def gather_axis_and_split_channels(x: Tensor, axis: int) -> Tensor:
@@ -122,15 +122,15 @@ def gather_axis_and_split_channels(x: Tensor, axis: int) -> Tensor:
     D / N). Before, a rank has its own n entries of `axis` with all D channels (the last axis); afterwards all N n
     entries with its own D / N channels. If no tokens are shared, returns x itself.
     """
-    return x if _team is None else _exchange_axes(x, gather_axis=axis, split_axis=x.ndim - 1)
+    return x if _team is None else _exchange_axes_among_ranks(x, gather_axis=axis, split_axis=x.ndim - 1)
 
 
 def gather_channels_and_split_axis(x: Tensor, axis: int) -> Tensor:
     """Inverts `gather_axis_and_split_channels`: (..., N n, ..., D / N) -> (..., n, ..., D)."""
-    return x if _team is None else _exchange_axes(x, gather_axis=x.ndim - 1, split_axis=axis)
+    return x if _team is None else _exchange_axes_among_ranks(x, gather_axis=x.ndim - 1, split_axis=axis)
 
 
-def _exchange_axes(x: Tensor, gather_axis: int, split_axis: int) -> Tensor:
+def _exchange_axes_among_ranks(x: Tensor, gather_axis: int, split_axis: int) -> Tensor:
     """Returns x with the axis `gather_axis` N times as long and the axis `split_axis` N times shorter, by an all-to-all
     among the N ranks that share tokens. The backward pass exchanges the gradients back.
     """
@@ -139,7 +139,7 @@ def _exchange_axes(x: Tensor, gather_axis: int, split_axis: int) -> Tensor:
     return torch.cat(collectives.all_to_all_single_autograd(parts, None, None, _team.name).unbind(0), gather_axis)
 
 
-def _gather_axis(x: Tensor, axis: int) -> Tensor:
+def _gather_axis_from_ranks(x: Tensor, axis: int) -> Tensor:
     """Returns the parts of all ranks that share tokens, concatenated along an axis in the order of the ranks."""
     operations = torch.ops._c10d_functional
     parts = operations.all_gather_into_tensor(x.contiguous(), _team.size, _team.name)
@@ -153,7 +153,7 @@ class _GatherSlices(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: int) -> Tensor:
         """Returns the whole axis, gathered from the parts of all ranks."""
         ctx.axis = axis
-        return _gather_axis(x, axis)
+        return _gather_axis_from_ranks(x, axis)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -175,4 +175,4 @@ class _TakeSlice(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         """Returns the gradient of the whole axis, gathered from all ranks and divided by their number."""
-        return _gather_axis(gradient, ctx.axis) / _team.size, None
+        return _gather_axis_from_ranks(gradient, ctx.axis) / _team.size, None

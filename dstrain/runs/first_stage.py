@@ -20,7 +20,7 @@ from dstrain.recipe import ConfigError, Data, reword_errors
 from dstrain.runs import trained
 from dstrain.runs.weights import require_unaltered_files
 from dstrain.systems.base import Batch
-from dstrain.systems.codec import Codec, require_first_stage
+from dstrain.systems.codec import Codec, require_first_stage_system
 
 _RUN = "RUN"  # the folder's name in the usage of dstrain encode
 
@@ -86,7 +86,7 @@ def _open_codec_of_checkpoint(folder: Path, ema: float | None, raw: bool, step: 
     """
     run = trained.read_recipe(folder)
     system = systems.build(run.system, run.model)
-    require_first_stage(system, run, folder, _RUN)
+    require_first_stage_system(system, run, folder, _RUN)
     checkpoint = trained.find_checkpoint(folder, step, ema)
     kinds = trained.choose_raw_or_ema_by_part(system, checkpoint, run.samples.ema if ema is None else ema, raw)
     first = next(iter(system.parts))  # another part, such as a discriminator, encodes nothing

@@ -126,18 +126,18 @@ def draw_all_samples(
     return torch.cat([images for _, images in draw_samples_in_rounds(system, nets, request, chunk, device)])
 
 
-def draw_all_samples_on_first_rank(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
+def draw_samples_for_first_rank(system: System, nets: Nets, request: Request, chunk: int) -> Tensor | None:
     """Draws all N samples of a request by all ranks together; a rank draws `chunk` in a call. Returns the samples, (N,
     ...), on the CPU of rank 0, and None on the other ranks.
     """
     rounds = [
-        group.gather_rows_on_first_rank(images, list_rank_sample_counts(len(request.seeds), number, chunk))
+        group.gather_rows_on_first_rank(images, count_round_samples_by_rank(len(request.seeds), number, chunk))
         for number, (_, images) in enumerate(draw_samples_of_rank(system, nets, request, chunk))
     ]
     return None if rounds[0] is None else torch.cat(rounds)
 
 
-def list_rank_sample_counts(total: int, round: int, chunk: int) -> list[int]:
+def count_round_samples_by_rank(total: int, round: int, chunk: int) -> list[int]:
     """Returns for each rank how many of the `chunk` samples that it draws in round `round` (from 0) have an index below
     `total`. The rest is surplus.
     """
@@ -146,7 +146,7 @@ def list_rank_sample_counts(total: int, round: int, chunk: int) -> list[int]:
 
 
 @torch.no_grad()
-def make_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
+def make_pictures_for_first_rank(system: System, nets: Nets, batch: Batch, chunk: int) -> dict[str, Tensor | None]:
     """Makes the pictures of System.make_pictures, such as reconstructions, from a batch that all ranks hold; a rank
     takes `chunk` samples in a call. Returns {name: uint8 (N, ...)} on the CPU of rank 0, and {name: None} on the
     other ranks.
@@ -159,12 +159,12 @@ def make_pictures_on_first_rank(system: System, nets: Nets, batch: Batch, chunk:
         with set_eval_mode(nets):
             for name, images in system.make_pictures(nets, system.encode(rows)).items():
                 pictures.setdefault(name, []).append(
-                    group.gather_rows_on_first_rank(images, list_rank_sample_counts(total, round, chunk))
+                    group.gather_rows_on_first_rank(images, count_round_samples_by_rank(total, round, chunk))
                 )
     return {name: None if rounds[0] is None else torch.cat(rounds) for name, rounds in pictures.items()}
 
 
-def count_grid_columns_by_class(request: Request, max_columns: int = 20) -> int | None:
+def count_classes_as_grid_columns(request: Request, max_columns: int = 20) -> int | None:
     """Returns with how many columns a grid shows one class in each column: the number of classes, if the request's
     labels repeat one sequence of distinct classes, such as 0 1 2 0 1 2.
 
@@ -247,7 +247,7 @@ class Means:
 
 
 @torch.no_grad()
-def score_batches(
+def evaluate_held_out_batches(
     system: System, nets: Nets, batches: Iterable[Batch], curves: dict[str, list[float]] | None = None
 ) -> dict[str, float]:
     """Returns the mean of each term (B,) of System.evaluate over all held-out samples, by name, and the figures of

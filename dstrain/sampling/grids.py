@@ -9,15 +9,15 @@ from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.recipe import Run, Samples
 from dstrain.sampling.draw import (
-    count_grid_columns_by_class,
-    draw_all_samples_on_first_rank,
-    make_pictures_on_first_rank,
+    count_classes_as_grid_columns,
+    draw_samples_for_first_rank,
+    make_pictures_for_first_rank,
 )
-from dstrain.sampling.requests import make_sampling_request, require_condition_per_sample
+from dstrain.sampling.requests import make_sampling_request_and_captions, require_condition_per_sample
 from dstrain.systems.base import Batch, Nets, Request, System
 
 
-def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Request, list[str] | None]:
+def make_grid_request_and_captions(samples: Samples, system: System, data: Batch) -> tuple[Request, list[str] | None]:
     """Returns the request for the samples of a grid, and the samples' captions, or None if there are no texts.
 
     data  {}, or a batch from which samples begin. Then one sample is drawn for each row of the batch: from the row's
@@ -25,7 +25,9 @@ def make_grid_request(samples: Samples, system: System, data: Batch) -> tuple[Re
 
     Raises ConfigError if the system returns conditions for another number of samples.
     """
-    request, captions = make_sampling_request(samples, system, len(data["key"]) if data else samples.num, samples.seed)
+    request, captions = make_sampling_request_and_captions(
+        samples, system, len(data["key"]) if data else samples.num, samples.seed
+    )
     if data:
         own = {name: data[name] for name in request.conditions}
         begin = data["image_embed" if system.takes_embeddings else "image"]
@@ -55,10 +57,10 @@ def draw_grids(
     if system.starts_from_data:  # the same samples on every rank
         data = next(iterate_held_out(source, min(samples.num, len(source)), seed=run.seed))
     if system.generates:
-        request, captions = make_grid_request(samples, system, data)
-        images = draw_all_samples_on_first_rank(system, nets, request, chunk)
-        columns = count_grid_columns_by_class(request)
+        request, captions = make_grid_request_and_captions(samples, system, data)
+        images = draw_samples_for_first_rank(system, nets, request, chunk)
+        columns = count_classes_as_grid_columns(request)
         yield images, "samples", columns, captions
     if data:
-        for name, images in make_pictures_on_first_rank(system, nets, data, chunk).items():
+        for name, images in make_pictures_for_first_rank(system, nets, data, chunk).items():
             yield images, name, columns, None

@@ -18,7 +18,7 @@ from dstrain.systems.base import CHOICES, Request, System
 OPTIONS = {"num_steps: ": "--steps: ", "labels: ": "--labels: ", "guidance_scale: ": "--guidance-scale: "}
 
 
-def make_sampling_request(
+def make_sampling_request_and_captions(
     samples: Samples,
     system: System,
     num: int,
@@ -66,7 +66,7 @@ def make_sampling_request(
             conditions |= system.make_negative_prompt_conditions(samples.negative_prompt, num)
     else:
         chosen = samples.labels if labels is None else labels
-        conditions = choose_conditions(system, num, None if chosen is None else tuple(chosen))
+        conditions = make_valid_conditions(system, num, None if chosen is None else tuple(chosen))
     if images is not None:
         conditions |= system.conditions_from(images[torch.arange(num) % len(images)])
     require_condition_per_sample(system, conditions, num)
@@ -83,7 +83,7 @@ def make_sampling_request(
     ), captions
 
 
-def choose_conditions(system: System, num: int, labels: tuple[int, ...] | None) -> dict[str, Tensor]:
+def make_valid_conditions(system: System, num: int, labels: tuple[int, ...] | None) -> dict[str, Tensor]:
     """Returns the system's conditions for `num` samples, {name: tensor (num, ...)}. If `labels` is None, the system
     chooses labels. Raises ConfigError if the system does not know a label, or returns conditions for another number of
     samples.

@@ -103,13 +103,13 @@ def draw_further_scenes(
     return clips
 
 
-def read_prime_frames(path: Path, data: Data, temporal_patch_size: int, primed: int, exactly: bool) -> Tensor:
+def read_prime_frames(path: Path, data: Data, temporal_patch_size: int, primed: int, require_all: bool) -> Tensor:
     """Reads the last K frames of each clip, from which videos are continued: uint8 (N, K, C, H, W). `path` is a video
     or picture, a folder of them, or an .npz of samples.
 
-    primed   K, if all clips have so many frames.
-    exactly  whether ConfigError is raised if a clip has fewer; if not, K is the largest 1 + m * temporal_patch_size
-             that all clips have.
+    primed       K, if all clips have so many frames.
+    require_all  whether ConfigError is raised if a clip has fewer; if not, K is the largest 1 + m * temporal_patch_size
+                 that all clips have.
 
     Videos and pictures are scaled and cropped to the size of the run's data. Raises ConfigError, with the file's name,
     if a file cannot be read, or an .npz has another size.
@@ -121,7 +121,7 @@ def read_prime_frames(path: Path, data: Data, temporal_patch_size: int, primed: 
         else [_read_last_frames(file, data, primed) for file in _list_prime_files(path)]
     )
     shortest = min(map(len, clips))
-    if exactly and shortest < primed:
+    if require_all and shortest < primed:
         raise ConfigError(
             f"--prime {path}: there are {shortest} frames, and --prime-frames {primed} are to be given: "
             "give a longer clip, or fewer frames"

@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from dstrain.recipe import ConfigError, list_problems
 from dstrain.recipe.trust import OPTION, is_trusted
-from dstrain.systems.base import Kind, System, SystemConfig, require_current_names, require_valid_attributes
+from dstrain.systems.base import Kind, System, SystemConfig, require_current_method_names, require_valid_attributes
 
 _GROUP = "dstrain.systems"
 
@@ -51,10 +51,10 @@ def build(name: str, model: dict[str, Any]) -> System:
     build() does not return a valid System.
     """
     section = build_config(name, model)
-    system = import_package(name).build(section)
+    system = import_system_package(name).build(section)
     if not isinstance(system, System):
         raise ConfigError(f"system: build() of {name} returns a {type(system).__name__}: return a System")
-    require_current_names(name, type(system))
+    require_current_method_names(name, type(system))
     require_valid_attributes(name, system)
     system.num_labels = section.num_labels
     return system
@@ -73,9 +73,9 @@ def build_config(name: str, model: dict[str, Any]) -> SystemConfig:
 
 def find_config_class(name: str) -> type[SystemConfig]:
     """Imports the package of the system `name`, and returns its Config class, which declares the fields of the recipe's
-    `model` section. Raises ConfigError as `import_package` does.
+    `model` section. Raises ConfigError as `import_system_package` does.
     """
-    return import_package(name).Config
+    return import_system_package(name).Config
 
 
 def _get_entry_points_by_name() -> dict[str, importlib.metadata.EntryPoint]:
@@ -83,7 +83,7 @@ def _get_entry_points_by_name() -> dict[str, importlib.metadata.EntryPoint]:
     return {point.name: point for point in importlib.metadata.entry_points(group=_GROUP)}
 
 
-def import_package(name: str) -> ModuleType:
+def import_system_package(name: str) -> ModuleType:
     """Imports the package of the system `name`, and returns it.
 
     Raises ConfigError if there is no such package, if it lacks Config or build, or if Config.learns_from is no tuple of
@@ -125,15 +125,15 @@ def import_package(name: str) -> ModuleType:
         raise ConfigError(
             f"system: Config of {name} must be a SystemConfig with learns_from, a tuple of {', '.join(get_args(Kind))}"
         )
-    require_current_names(name, module.Config)
+    require_current_method_names(name, module.Config)
     return module
 
 
 def find_external_system_file(name: str) -> Path | None:
     """Returns the path of the Python file that defines a system, or None if the system is dstrain's own. Imports the
-    package, and raises ConfigError as `import_package` does.
+    package, and raises ConfigError as `import_system_package` does.
     """
-    file = Path(import_package(name).__file__ or "")
+    file = Path(import_system_package(name).__file__ or "")
     return None if Path(__file__).parent in file.parents else file
 
 

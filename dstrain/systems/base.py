@@ -197,14 +197,14 @@ _RENAMED = {
 }
 
 
-def require_current_names(name: str, written: type) -> None:
-    """Raises ConfigError if `written`, the Config or the System class of the system `name`, has a method under the name
-    that it had in version 0.2.0. It would never be called.
+def require_current_method_names(name: str, user_class: type) -> None:
+    """Raises ConfigError if `user_class`, the Config or the System class of the system `name`, has a method under the
+    name that it had in version 0.2.0. It would never be called.
     """
     for old, new in _RENAMED.items():
-        if callable(getattr(written, old, None)):
+        if callable(getattr(user_class, old, None)):
             raise ConfigError(
-                f"system: {written.__name__} of {name} has a method `{old}`, which is called `{new}` now: rename it"
+                f"system: {user_class.__name__} of {name} has a method `{old}`, which is called `{new}` now: rename it"
             )
 
 

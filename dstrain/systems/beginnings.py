@@ -9,7 +9,7 @@ from dstrain.recipe import ConfigError
 _GOLDEN = 0.6180339887498949  # (sqrt(5) - 1) / 2: its multiples modulo 1 fill [0, 1) evenly
 
 
-def compute_last_kept_frame(cut_shares: tuple[float, ...], step: int) -> int | None:
+def choose_last_kept_latent_frame(cut_shares: tuple[float, ...], step: int) -> int | None:
     """Returns the last latent frame, counted from 0, that clips keep in the training step `step`; None if they are kept
     whole.
 
@@ -23,7 +23,7 @@ def compute_last_kept_frame(cut_shares: tuple[float, ...], step: int) -> int | N
     return None
 
 
-def require_valid_frame_shares(key: str, shares: tuple[float, ...], num_latent_frames: int) -> None:
+def require_valid_cut_shares(key: str, shares: tuple[float, ...], num_latent_frames: int) -> None:
     """Raises ConfigError if there are more shares than latent frames, if a share is negative, or if their sum is above
     1. `key` is the recipe's name for the shares, for the message.
     """

@@ -75,7 +75,7 @@ class Codec(Frozen):
                 f"{key}: {folder / 'recipe.yaml'} is no recipe of a run ({shorten_error_message(error)}); "
                 "export the run once more"
             ) from None
-        require_first_stage(system, run, path, key)
+        require_first_stage_system(system, run, path, key)
         part = next(iter(system.parts))
         network = system.networks()[part]
         try:
@@ -155,7 +155,7 @@ class Codec(Frozen):
             )
 
 
-def require_first_stage(system: System, run: Run, path: str | Path, key: str) -> None:
+def require_first_stage_system(system: System, run: Run, path: str | Path, key: str) -> None:
     """Raises ConfigError if the system of the run at `path` is no first stage: it has no codes for other systems to
     learn from. `key` is the option or recipe key that gives `path`, for the message.
     """

@@ -60,7 +60,7 @@ def row(folder: Path) -> list[str]:
     for samples in iterate_held_out(source, _BATCH, 0, 1, torch.device("cpu"), run.seed):
         valid, labels = samples.pop("valid"), samples["label"]
         example = system.encode(samples)
-        picture = system.reconstruct(nets, example)[-1]
+        picture = system.make_reconstructions(nets, example)[-1]
         features, logits = network(convert_to_uint8(picture))
         originals.append(network(samples["image"])[0][valid])
         made.append(features[valid])

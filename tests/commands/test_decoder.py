@@ -17,7 +17,7 @@ from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_capt
 from dstrain.encoders.emoji import look_up_text_embeds
 from dstrain.metrics.features import open_feature_network
 from dstrain.recipe import ConfigError, Run
-from dstrain.sampling.requests import make_sampling_request
+from dstrain.sampling.requests import make_sampling_request_and_captions
 from tests.support import checkpoints, towers
 
 RECIPES = Path(__file__).parents[2] / "launch" / "recipes"
@@ -76,7 +76,7 @@ def test_texts_become_pictures(prior, decoder, tmp_path):
     assert torch.equal(look_up_text_embeds([*texts]), torch.stack([torch.from_numpy(table[row]) for row in rows]))
     drawn, by_hand = notebook.load(prior).sample(2, prompts=texts, seed=5), notebook.load(decoder)
     seeds = rng.keys_of_seeds(torch.tensor([5, 6]))
-    request, _ = make_sampling_request(by_hand.recipe.samples, by_hand.system, 2, images=drawn)
+    request, _ = make_sampling_request_and_captions(by_hand.recipe.samples, by_hand.system, 2, images=drawn)
     pictures = by_hand.system.sample(by_hand.networks, replace(request, seeds=seeds))
     pictures = pictures.permute(0, 2, 3, 1).numpy()
     assert np.array_equal(arrays(out)["arr_0"], pictures) and not np.array_equal(pictures[0], pictures[1])

@@ -14,7 +14,7 @@ from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import Run
 from dstrain.runs import trained
 from dstrain.sampling.draw import draw_all_samples
-from dstrain.sampling.requests import make_sampling_request
+from dstrain.sampling.requests import make_sampling_request_and_captions
 from dstrain.systems.base import System
 from dstrain.train import build_engines, take_step
 from tests.support.engines import resolve
@@ -157,7 +157,7 @@ def draw(folders: Iterable[Path], out: Path) -> None:
         assert checkpoint.name == f"step_{STEPS:08d}"
         kinds = trained.choose_raw_or_ema_by_part(system, checkpoint, run.samples.ema, False)
         networks = trained.load_networks(system, checkpoint, kinds, torch.float32)
-        request, _ = make_sampling_request(run.samples, system, 8)
+        request, _ = make_sampling_request_and_captions(run.samples, system, 8)
         sample, own = system.process.sample, []
 
         def keep(*words: Any, sample: Any = sample, own: list[Tensor] = own) -> Tensor:

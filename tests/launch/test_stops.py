@@ -26,7 +26,7 @@ PHASES = {
     "micro-batch": ("dstrain.rng:seed_torch:14:5", ("batch.micro=1", "every.sample=0"), 1),
     "save": ("dstrain.checkpoint.store:Store.commit_save:1:3", (), None),
     "grid": ("dstrain.train:draw_and_save_samples:1:0", GRID, 20),
-    "loss": ("dstrain.train:score_batches:1:0", ("data.path=builtin:fashion", *LOSS), 20),
+    "loss": ("dstrain.train:evaluate_held_out_batches:1:0", ("data.path=builtin:fashion", *LOSS), 20),
     "metrics": ("dstrain.train:measure_sample_quality:1:0", METRICS, 20),
     "save.best": ("dstrain.train:measure_sample_quality:1:0", ("save.best=fd", "every.save=1000", *METRICS), 20),
     "last": ("dstrain.train:draw_and_save_samples:1:0", ("steps=20", *GRID), 20),

@@ -14,7 +14,7 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.planning import count
 from dstrain.recipe import ConfigError, Samples
 from dstrain.recipe.trust import trust_system
-from dstrain.sampling.requests import make_sampling_request
+from dstrain.sampling.requests import make_sampling_request_and_captions
 from tests.support.launch import ROOT, here, launch
 from tests.systems.dit.cases import TINY as DIT
 from tests.systems.iddpm.cases import UNET as IDDPM
@@ -315,11 +315,18 @@ def test_labels_that_are_no_class(monkeypatch, name, model, labels):
     trust_system("edm")
     system = systems.build(name, model)
     with pytest.raises(ConfigError, match=r"labels: \[.*\] are not among the 10 classes, 0 to 9"):
-        make_sampling_request(Samples(), system, 4, labels=labels)
-    assert make_sampling_request(Samples(), system, 3, labels=(9, 0))[0].conditions["label"].tolist() == [9, 0, 9]
+        make_sampling_request_and_captions(Samples(), system, 4, labels=labels)
+    assert make_sampling_request_and_captions(
+        Samples(),
+        system,
+        3,
+        labels=(9, 0),
+    )[0].conditions["label"].tolist() == [9, 0, 9]
 
 
 def test_labels_without_classes():
     """Oracle: a model that has no classes."""
     with pytest.raises(ConfigError, match="labels: a IDDPMSystem of this model section knows no classes"):
-        make_sampling_request(Samples(), systems.build("iddpm", IDDPM | {"class_cond": False}), 4, labels=(1,))
+        make_sampling_request_and_captions(
+            Samples(), systems.build("iddpm", IDDPM | {"class_cond": False}), 4, labels=(1,)
+        )

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from dstrain.data.batches import iterate_held_out
 from dstrain.sampling.draw import (
-    count_grid_columns_by_class,
+    count_classes_as_grid_columns,
     draw_all_samples,
-    draw_all_samples_on_first_rank,
+    draw_samples_for_first_rank,
     draw_samples_in_rounds,
-    make_pictures_on_first_rank,
-    score_batches,
+    evaluate_held_out_batches,
+    make_pictures_for_first_rank,
     set_eval_mode,
 )
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
@@ -98,13 +98,14 @@ def together(rank: int) -> dict:
     system, nets = Sums(), Sums().networks()
     result = {
         "scores": {
-            size: score_batches(system, nets, iterate_held_out(Numbers(size), 2, rank, 2, seed=7)) for size in SIZES
+            size: evaluate_held_out_batches(system, nets, iterate_held_out(Numbers(size), 2, rank, 2, seed=7))
+            for size in SIZES
         },
-        "uneven": score_batches(system, nets, uneven(rank)),
+        "uneven": evaluate_held_out_batches(system, nets, uneven(rank)),
         "draws": {},
-        "pictures": {size: make_pictures_on_first_rank(system, nets, system.synthetic(size), 3) for size in SIZES},
+        "pictures": {size: make_pictures_for_first_rank(system, nets, system.synthetic(size), 3) for size in SIZES},
         "on first": {
-            sizes: draw_all_samples_on_first_rank(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS
+            sizes: draw_samples_for_first_rank(system, nets, request(sizes[0]), sizes[1]) for sizes in REQUESTS
         },
     }
     for num, chunk in REQUESTS:
@@ -129,7 +130,7 @@ def two(tmp_path_factory):
 @pytest.mark.parametrize("size", SIZES)
 def test_scores_of_two_ranks(two, size):
     """Oracle: one process that takes the samples one by one, and the mean of 3 i; a set may be smaller than a batch."""
-    expected = score_batches(Sums(), Sums().networks(), iterate_held_out(Numbers(size), 1, seed=7))
+    expected = evaluate_held_out_batches(Sums(), Sums().networks(), iterate_held_out(Numbers(size), 1, seed=7))
     assert expected["loss"] == 3 * (size - 1) / 2 and expected["odd"] == (size // 2) / size
     for found in two:
         assert found["scores"][size] == pytest.approx(expected, rel=1e-15)
@@ -143,8 +144,11 @@ def test_curves_of_scores():
             return {"loss": example["x_start"][:, 0], "usage": example["x_start"] * torch.tensor([1.0, 10.0, 100.0])}
 
     curves: dict[str, list[float]] = {}
-    assert score_batches(Columns(), {}, uneven(0), curves) == {"loss": 2.0} and curves == {"usage": [2.0, 20.0, 200.0]}
-    assert score_batches(Columns(), {}, uneven(0)) == {"loss": 2.0}
+    assert (evaluate_held_out_batches(Columns(), {}, uneven(0), curves), curves) == (
+        {"loss": 2.0},
+        {"usage": [2.0, 20.0, 200.0]},
+    )
+    assert evaluate_held_out_batches(Columns(), {}, uneven(0)) == {"loss": 2.0}
 
 
 def test_every_word_of_a_request_arrives():
@@ -185,7 +189,7 @@ def test_scores_of_padded_batches(batches):
         }
         for batch in batches
     ]
-    found = score_batches(Sums(), Sums().networks(), given)
+    found = evaluate_held_out_batches(Sums(), Sums().networks(), given)
     assert set(found) == {"loss", "odd", "noise"}  # no quartile, and no mean over a batch
     assert found["loss"] == pytest.approx(3 * valid.mean(), rel=1e-12)
     assert found["odd"] == pytest.approx((valid % 2).mean(), rel=1e-12)
@@ -202,8 +206,8 @@ def test_filling_may_be_anything():
     def batch(*labels: int) -> Batch:
         return {"label": torch.tensor(labels), "key": torch.tensor(labels), "valid": torch.tensor([True, True, False])}
 
-    assert score_batches(Roots(), {}, [batch(4, 16, -1)]) == {"loss": 3.0}
-    broken = score_batches(Roots(), {}, [batch(4, -16, 1), batch(-1, -16, 1)])
+    assert evaluate_held_out_batches(Roots(), {}, [batch(4, 16, -1)]) == {"loss": 3.0}
+    broken = evaluate_held_out_batches(Roots(), {}, [batch(4, -16, 1), batch(-1, -16, 1)])
     assert np.isnan(broken["loss"]) and broken["nonfinite_samples"] == 3
 
 
@@ -215,7 +219,7 @@ def test_many_samples_lose_no_digits():
         {"label": part, "key": part, "valid": torch.ones(len(part), dtype=torch.bool)} for part in labels.split(4096)
     ]
     exact = (3 * labels).float().double().mean().item()
-    assert score_batches(Sums(), Sums().networks(), batches)["loss"] == pytest.approx(exact, rel=1e-14)
+    assert evaluate_held_out_batches(Sums(), Sums().networks(), batches)["loss"] == pytest.approx(exact, rel=1e-14)
 
 
 # ------------------------------------------------------------------------------------------------------------- drawing
@@ -257,7 +261,7 @@ def test_drawing_and_scoring_need_no_gradient():
             return super().evaluate(nets, example)
 
     draw_all_samples(Watched(), Sums().networks(), request(3), 2)
-    score_batches(Watched(), Sums().networks(), uneven(0))
+    evaluate_held_out_batches(Watched(), Sums().networks(), uneven(0))
     assert seen == [False] * 5
 
 
@@ -281,12 +285,12 @@ def test_drawing_and_scoring_need_no_gradient():
 def test_class_columns(labels, num, expected):
     """Oracle: the columns of a grid of that width, each of which must hold one class and no two the same."""
     label = torch.tensor(labels).repeat(-(-num // len(labels)))[:num]
-    found = count_grid_columns_by_class(Request(torch.arange(num), {"label": label}))
+    found = count_classes_as_grid_columns(Request(torch.arange(num), {"label": label}))
     assert found == expected
     if found:
         columns = [set(label[column::found].tolist()) for column in range(found)]
         assert all(len(classes) == 1 for classes in columns) and len(set.union(*columns)) == found
-    assert count_grid_columns_by_class(Request(torch.arange(num))) is None
+    assert count_classes_as_grid_columns(Request(torch.arange(num))) is None
 
 
 # ------------------------------------------------------------------------------------------- pictures, and no dropout
@@ -297,7 +301,7 @@ def test_pictures_of_two_ranks(two, size):
     """Oracle: 3 i for sample i, on rank 0 alone, whatever was filled up to make equal calls; and in one process."""
     assert two[0]["pictures"][size]["tripled"].flatten().tolist() == [3 * i for i in range(size)]
     assert two[1]["pictures"][size] == {"tripled": None}
-    alone = make_pictures_on_first_rank(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
+    alone = make_pictures_for_first_rank(Sums(), Sums().networks(), Sums().synthetic(size), 3)["tripled"]
     assert torch.equal(alone, two[0]["pictures"][size]["tripled"])
 
 
@@ -323,7 +327,7 @@ def test_nothing_drops_out_in_evaluation():
             return {"loss": nets["net"](example["x_start"][:, 0])}
 
     dropping = Dropping()
-    assert score_batches(
+    assert evaluate_held_out_batches(
         dropping, {"net": net}, [batch | {"valid": batch["key"] >= 0} for batch in [dropping.synthetic(9)]]
     )
     draw_all_samples(dropping, Sums().networks() | {"other": net}, request(2), 2)

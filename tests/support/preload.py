@@ -17,7 +17,7 @@ def preload() -> None:
     for name in ("deepspeed.runtime.zero.stage3", "torch._dynamo"):  # torch's optimizers import the second
         importlib.import_module(name)
     for name in systems.list_system_names():
-        systems.import_package(name)
+        systems.import_system_package(name)
     _remember_cpu()
     accelerator = deepspeed.accelerator.get_accelerator()
     if accelerator.device_name() == "cpu":

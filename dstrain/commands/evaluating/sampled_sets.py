@@ -20,7 +20,7 @@ from dstrain.metrics.in_training import draw_batches
 from dstrain.metrics.network import Features
 from dstrain.recipe import ConfigError, Run
 from dstrain.sampling.draw import set_eval_mode
-from dstrain.sampling.requests import adapt_samples_section_for_metrics, make_sampling_request
+from dstrain.sampling.requests import adapt_samples_section_for_metrics, make_sampling_request_and_captions
 from dstrain.sampling.scenes import assign_frames_to_scenes, choose_clip_length, draw_further_scenes
 from dstrain.systems.base import CHOICES, Request, System
 
@@ -66,7 +66,7 @@ class Drawn(Images):
                 if self.source is None
                 else self._read_images_to_enlarge(self.source, begin, count)
             )
-            request, captions = make_sampling_request(
+            request, captions = make_sampling_request_and_captions(
                 self.samples,
                 self.system,
                 count,
@@ -129,7 +129,7 @@ class Stories(Drawn):
         each scene, see metrics/clips.py.
         """
         options, texts, size = self.options, [*map_captions_to_labels()], min(self.options.batch, self.num)
-        request, _ = make_sampling_request(
+        request, _ = make_sampling_request_and_captions(
             self.samples,
             self.system,
             len(texts),

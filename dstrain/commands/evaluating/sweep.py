@@ -25,7 +25,7 @@ from dstrain.distributed import group
 from dstrain.metrics.table import HIGHER, LOWER
 from dstrain.recipe import ConfigError, Run, reword_errors
 from dstrain.runs import trained
-from dstrain.sampling.draw import score_batches
+from dstrain.sampling.draw import evaluate_held_out_batches
 from dstrain.tracking import figures
 
 
@@ -76,7 +76,7 @@ def measure_loss_by_width(
             system, path, trained.choose_raw_or_ema_by_part(system, path, width), torch.float32
         )
         batches = iterate_held_out(source, batch, group.rank(), group.world(), group.device(), run.seed)
-        scores.append(score_batches(system, networks, batches))
+        scores.append(evaluate_held_out_batches(system, networks, batches))
     facts = {"run": run.name, "step": step, "split": "held_out", "samples": len(source)}
     return _print_and_write_scores(folder, facts, "loss", widths, scores)
 

@@ -15,7 +15,7 @@ from dstrain.encoders.autoencoder import Autoencoder
 from dstrain.recipe import ConfigError, Run, Section
 from dstrain.recipe.shapes import Shape
 from dstrain.systems.base import Example, Request
-from dstrain.systems.beginnings import compute_last_kept_frame, require_valid_frame_shares
+from dstrain.systems.beginnings import choose_last_kept_latent_frame, require_valid_cut_shares
 from dstrain.systems.dit.conditions import Condition, ForwardArguments
 
 PRIME = "prime"  # given frames in a request's conditions, uint8 (N, K, C, H, W)
@@ -49,7 +49,7 @@ class Video(Section):
             self.require_valid_frame_count("video.given", self.given)
         if self.given >= self.frames:
             raise ConfigError(f"video.given: {self.given} frames leave none of {self.frames} to draw; give fewer")
-        require_valid_frame_shares("video.beginnings", self.beginnings, self.count_temporal_patches(self.frames))
+        require_valid_cut_shares("video.beginnings", self.beginnings, self.count_temporal_patches(self.frames))
         return self
 
     def count_temporal_patches(self, frames: int) -> int:
@@ -62,7 +62,7 @@ class Video(Section):
         """Returns how many frames of each clip are used in training step `step`, counted from the first. `beginnings`
         gives the shares of steps that use only the first frames; all other steps use whole clips.
         """
-        cut = compute_last_kept_frame(self.beginnings, step)
+        cut = choose_last_kept_latent_frame(self.beginnings, step)
         return self.frames if cut is None else 1 + cut * self.patch_frames
 
     def require_valid_frame_count(self, key: str, frames: int) -> None:

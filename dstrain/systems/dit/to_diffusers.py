@@ -67,7 +67,7 @@ pipeline = DiffusionPipeline.from_pretrained("OUT", trust_remote_code=True)    #
 """
 _ALONE = """\
 # One process holds all tokens of a sample.
-def is_sharing_tokens():
+def are_tokens_shared_among_ranks():
     return False
 
 

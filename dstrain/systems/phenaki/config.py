@@ -8,7 +8,7 @@ from dstrain.encoders.frozen import is_available_offline
 from dstrain.encoders.reader import ReadsTexts, get_text_fields_of_cache, replace_text_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig, list_indivisible_counts
-from dstrain.systems.beginnings import require_valid_frame_shares
+from dstrain.systems.beginnings import require_valid_cut_shares
 from dstrain.systems.phenaki import codec
 
 SAMPLERS = ("confidence", "critic")
@@ -132,7 +132,7 @@ class Config(SystemConfig, ReadsTexts):
         """Returns the section. Raises ConfigError if fields of the section contradict each other."""
         if min(self.token_shape) < 1:
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
-        require_valid_frame_shares("beginnings", self.beginnings, self.token_shape[0])
+        require_valid_cut_shares("beginnings", self.beginnings, self.token_shape[0])
         self.require_encodings_dim()
         if self.unconditional and (self.text_encoder or self.text_encodings_dim):
             raise ConfigError(
@@ -315,19 +315,19 @@ class Config(SystemConfig, ReadsTexts):
         """
         return 1 + (self.token_shape[0] - 1) * self.temporal_patch_size
 
-    def count_latent_frames(self, name: str, frames: int) -> int:
+    def count_latent_frames(self, field: str, frames: int) -> int:
         """Returns the number of latent frames of a clip of `frames` frames. Raises ConfigError, whose message begins
-        with `name`, if `frames` is not 1 + a multiple of temporal_patch_size, or more than the longest clip has.
+        with `field`, if `frames` is not 1 + a multiple of temporal_patch_size, or more than the longest clip has.
         """
         step, most = self.temporal_patch_size, self.num_frames
         if frames < 1 or (frames - 1) % step:
             raise ConfigError(
-                f"{name}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple "
+                f"{field}: {frames} frames do not fit the temporal patch of {step}: take 1 + a multiple "
                 f"of {step}, for example {1 + max((frames - 1) // step, 0) * step}"
             )
         if frames > most:
             raise ConfigError(
-                f"{name}: {frames} frames, and the model has places for {most}; take {most} at most and "
+                f"{field}: {frames} frames, and the model has places for {most}; take {most} at most and "
                 "go on from the last ones (--scenes)"
             )
         return 1 + (frames - 1) // step

@@ -78,9 +78,9 @@ class MaskGit(nn.Module):
         if judged is not None:  # in the same call, since an engine hooks the outputs of one call
             states, of_judged = self.trunk(
                 torch.cat((seen, judged)),
-                _repeat_batch_twice(real),
-                _repeat_batch_twice(dropped),
-                **_repeat_text_inputs_twice(text),
+                _append_batch_to_itself(real),
+                _append_batch_to_itself(dropped),
+                **_append_texts_to_themselves(text),
             ).chunk(2)
             critic = self.to_critic(of_judged)[..., 0].float()
         else:
@@ -122,7 +122,10 @@ class MaskGit(nn.Module):
         if guidance_scale != 1:
             half = torch.arange(2 * len(tokens), device=tokens.device) >= len(tokens)
             both = self.trunk(
-                _repeat_batch_twice(tokens), _repeat_batch_twice(real), half, **_repeat_text_inputs_twice(text)
+                _append_batch_to_itself(tokens),
+                _append_batch_to_itself(real),
+                half,
+                **_append_texts_to_themselves(text),
             )
             with_text, null = both.float().chunk(2)
             states = (null + guidance_scale * (with_text - null)).to(both.dtype)
@@ -160,12 +163,12 @@ class TokenCritic(nn.Module):
         return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
 
-def _repeat_batch_twice(x: Tensor | None) -> Tensor | None:
+def _append_batch_to_itself(x: Tensor | None) -> Tensor | None:
     """Returns x concatenated with itself along the batch, (B, ...) -> (2B, ...); None for None."""
     return None if x is None else torch.cat((x, x))
 
 
-def _repeat_text_inputs_twice(text: dict[str, Tensor]) -> dict[str, Tensor]:
+def _append_texts_to_themselves(text: dict[str, Tensor]) -> dict[str, Tensor]:
     """Returns the text inputs, each concatenated with itself along the batch: (B, ...) -> (2B, ...)."""
     return {name: torch.cat((value, value)) for name, value in text.items()}
 

@@ -24,7 +24,7 @@ from dstrain.encoders.reader import NAMES, Reader, draw_synthetic_texts, select_
 from dstrain.nn.pixels import convert_to_uint8
 from dstrain.recipe import ConfigError
 from dstrain.systems.base import Batch, Example, Nets, Request, System, Terms
-from dstrain.systems.beginnings import compute_last_kept_frame
+from dstrain.systems.beginnings import choose_last_kept_latent_frame
 from dstrain.systems.codec import Codec
 from dstrain.systems.phenaki import codec, masking
 from dstrain.systems.phenaki.config import Config
@@ -149,14 +149,14 @@ class PhenakiSystem(System):
         the losses of this step, the last latent frame that clips keep; None for whole clips.
         """
         # The shapes of a step depend on it, and only here does the host know the step.
-        self._cut = compute_last_kept_frame(self.config.beginnings, step)
+        self._cut = choose_last_kept_latent_frame(self.config.beginnings, step)
         return tuple(self.parts) if self.config.train == "both" else (self.config.train,)
 
     def measure_workload(self, step: int) -> tuple[int, ...]:
         """Returns three numbers for `step`: the parts that learn, the latent frames of a clip, and the latent frames
         that may be masked. A larger tuple means more operations.
         """
-        cut, longest = compute_last_kept_frame(self.config.beginnings, step), self.config.token_shape[0]
+        cut, longest = choose_last_kept_latent_frame(self.config.beginnings, step), self.config.token_shape[0]
         frames, masked = (longest, longest) if cut is None else (cut + 1, 1)
         return len(self.parts) if self.config.train == "both" else 1, frames, masked
 
@@ -170,7 +170,7 @@ class PhenakiSystem(System):
         Changes the example: cuts its clips if this step is to have shorter ones, and stores the filled tokens for a
         critic.
         """
-        self._cut_clips_in_place(example)
+        self._cut_clips_to_kept_frames(example)
         passed, terms = self._run_maskgit(nets, example, self._draw_text_drop_mask(example))
         loss = passed.total
         if self.config.critic == "token":
@@ -188,7 +188,7 @@ class PhenakiSystem(System):
         has drawn: `loss`, a scalar with gradient, loss_each (B,), and the others of `_compute_critic_terms`. If MaskGit
         has no turn in this step, draws its tokens here. Cuts the example's clips if this step is to have shorter ones.
         """
-        self._cut_clips_in_place(example)
+        self._cut_clips_to_kept_frames(example)
         dropped = self._draw_text_drop_mask(example)
         if "filled" not in example:  # where the critic alone learns
             with torch.no_grad():
@@ -227,7 +227,7 @@ class PhenakiSystem(System):
         `dropped`, bool (B,), is True for samples whose text is replaced by the null text; None: for none. For a self
         critic the ids of masked tokens are drawn first, and stored in the example.
         """
-        masked, total = self._get_or_draw_mask(example), self._count_maskable_tokens(example)
+        masked, total = self._get_or_draw_token_mask(example), self._count_maskable_tokens(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
         conditions = {"real": example.get("real"), "dropped": dropped} | select_text_inputs(example)
         drawn: dict[str, Any] = {}
@@ -249,7 +249,7 @@ class PhenakiSystem(System):
             "quartile": (4 * count // total).clamp(max=3),
         }
 
-    def _get_or_draw_mask(self, example: Example) -> Tensor:
+    def _get_or_draw_token_mask(self, example: Example) -> Tensor:
         """Returns bool (B, t, h, w), True for the tokens that MaskGit does not see. The first call for an example draws
         this mask from the samples' keys and stores it in the example.
         """
@@ -260,7 +260,7 @@ class PhenakiSystem(System):
             example["masked"] = masking.choose_masked_tokens(ratio, noise, asked.flatten(1)).view(shape)
         return example["masked"]
 
-    def _cut_clips_in_place(self, example: Example) -> None:
+    def _cut_clips_to_kept_frames(self, example: Example) -> None:
         """Cuts the example's clips, in place, after the latent frame that `turns` has stored. Also stores "asked", bool
         (B, t), True for the last real latent frame of each clip: only tokens of this frame are masked. Does nothing if
         this step has whole clips, or the clips are cut already.
@@ -278,7 +278,7 @@ class PhenakiSystem(System):
 
     def _mark_maskable_frames(self, example: Example) -> Tensor:
         """Returns bool (B, t), True for latent frames whose tokens may be masked: every frame without padding; in clips
-        that `_cut_clips_in_place` has cut, only the last such frame.
+        that `_cut_clips_to_kept_frames` has cut, only the last such frame.
         """
         return example["asked"] if "asked" in example else self._mark_real_frames(example)
 
@@ -297,7 +297,7 @@ class PhenakiSystem(System):
         accuracy  the share of judged tokens that the critic tells rightly.
         replaced  the share of masked tokens for which MaskGit drew a wrong id.
         """
-        masked, total = self._get_or_draw_mask(example), self._count_maskable_tokens(example)
+        masked, total = self._get_or_draw_token_mask(example), self._count_maskable_tokens(example)
         replaced = example["filled"] != example["tokens"]
         count = masked.flatten(1).sum(1)
         if self.config.critic_labels == "masked":
@@ -359,40 +359,40 @@ class PhenakiSystem(System):
         )
         text = {name: value.to(tokens.device) for name, value in text.items()}
 
-        def crop_real_mask(tokens):
+        def crop_real_mask_like(tokens):
             """Returns the condition `real`, bool (N, t), for the latent frames of `tokens`; None if it is not given."""
             return None if real is None else real[:, : tokens.shape[1]]
 
-        def predict(tokens, uniforms, temperature):
+        def draw_masked_tokens(tokens, uniforms, temperature):
             """Draws an id for each mask token in `tokens`, see decoding.Predict."""
             return network.draw_masked_tokens(
-                tokens, crop_real_mask(tokens), text, uniforms, temperature, request.guidance_scale
+                tokens, crop_real_mask_like(tokens), text, uniforms, temperature, request.guidance_scale
             )
 
-        criticize = None
+        compute_critic_logits = None
         led_by_critic = self.choose_sampler(request.sampler) == "critic"
         if led_by_critic and self.config.critic == "self":
 
-            def criticize(tokens):
+            def compute_critic_logits(tokens):
                 """Returns the self critic's logits for `tokens`, see decoding.Criticize."""
-                return network.compute_critic_logits(tokens, crop_real_mask(tokens), text)
+                return network.compute_critic_logits(tokens, crop_real_mask_like(tokens), text)
         elif led_by_critic:
 
-            def criticize(tokens):
+            def compute_critic_logits(tokens):
                 """Returns the token critic's logits for `tokens`, see decoding.Criticize."""
-                return nets["critic"](tokens, crop_real_mask(tokens), None, **text)
+                return nets["critic"](tokens, crop_real_mask_like(tokens), None, **text)
 
         if real is not None:
             known = known | ~real[:, :, None, None]
         return draw_unknown_tokens(
-            predict,
+            draw_masked_tokens,
             tokens,
             known,
             network.mask_token,
             rng.keys_of_seeds(request.seeds),
             request.num_steps,
             self.config.decoding,
-            criticize,
+            compute_critic_logits,
         )
 
     def make_conditions(self, num: int, labels: tuple[int, ...] | None = None) -> dict[str, Tensor]:

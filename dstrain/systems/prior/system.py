@@ -84,7 +84,7 @@ class PriorSystem(System):
             {name: batch[name] for name in (*TEXT, "caption") if name in batch}, image.device
         )
         if "other_text_embed" in batch and not self._find_missing_text_input(batch):
-            example["other_text_embed"] = self._prepare_text_embed(batch["other_text_embed"])
+            example["other_text_embed"] = self._check_and_normalize_text_embed(batch["other_text_embed"])
         elif "other_caption" in batch:
             example["other_text_embed"] = self._prepare_text_inputs({"caption": batch["other_caption"]}, image.device)[
                 "text_embed"
@@ -130,7 +130,7 @@ class PriorSystem(System):
                     "embeddings, give captions, or (for text_encodings) set model.max_text_len=0"
                 )
             texts = self.get_text_encoder(device).encode(unpack_captions(texts["caption"]))
-        inputs = {"text_embed": self._prepare_text_embed(texts["text_embed"])}
+        inputs = {"text_embed": self._check_and_normalize_text_embed(texts["text_embed"])}
         if tokens:
             width = self.config.text_encodings_dim or self.config.image_embed_dim
             encodings = self._require_width(texts["text_encodings"].float(), width, "text_encodings_dim")
@@ -145,7 +145,7 @@ class PriorSystem(System):
             inputs["text_mask"] = F.pad(mask, (0, short))  # (B, L)
         return inputs
 
-    def _prepare_text_embed(self, embed: Tensor) -> Tensor:
+    def _check_and_normalize_text_embed(self, embed: Tensor) -> Tensor:
         """Returns text embeddings (B, T) in float32, of unit length if normalize_embeds is set. Raises ConfigError for
         another width than the model's.
         """
@@ -183,16 +183,16 @@ class PriorSystem(System):
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
         """Returns terms of each sample, (B,): the loss at one random timestep, with no text dropped; the quarter of the
-        chain; and similarities of drawn embeddings (see `_measure_similarities`), for each number of steps in
-        `evaluate_steps`.
+        chain; and similarities of drawn embeddings (see `_measure_drawn_embedding_similarities`), for each number of
+        steps in `evaluate_steps`.
         """
         terms = self._compute_losses(nets, example, drop_prob=0.0)
-        return terms | self._measure_similarities(nets, example, self.config.evaluate_steps)
+        return terms | self._measure_drawn_embedding_similarities(nets, example, self.config.evaluate_steps)
 
     @torch.no_grad()
     def measure(self, nets: Nets, example: Example, num_steps: int | None = None, progress: Progress = iter) -> Terms:
         """Returns terms of each sample, (B,): the loss at one random timestep, and similarities of drawn embeddings to
-        the true ones (see `_measure_similarities`).
+        the true ones (see `_measure_drawn_embedding_similarities`).
 
         num_steps: the number of steps in which embeddings are drawn. None: each number in evaluate_steps; if that is
         empty, 64, or all timesteps if there are fewer.
@@ -200,7 +200,9 @@ class PriorSystem(System):
         steps = self.config.evaluate_steps or (min(MEASURED_STEPS, self.config.timesteps),)
         terms = self._compute_losses(nets, example, drop_prob=0.0)
         terms.pop("quartile")
-        return terms | self._measure_similarities(nets, example, steps if num_steps is None else (num_steps,), progress)
+        return terms | self._measure_drawn_embedding_similarities(
+            nets, example, steps if num_steps is None else (num_steps,), progress
+        )
 
     def _compute_losses(self, nets: Nets, example: Example, drop_prob: float) -> Terms:
         """Returns the loss and the quarter of the chain (`quartile`, 0 to 3) of each sample, (B,), at a random
@@ -276,13 +278,13 @@ class PriorSystem(System):
             {name: request.conditions[name] for name in TEXT if name in request.conditions}
         )
         keys, count = rng.keys_of_seeds(request.seeds), self.config.num_candidates
-        drawn = self._draw_candidates(nets, conditions, keys, request, count)  # (count, N, D)
+        drawn = self._draw_candidate_embeddings(nets, conditions, keys, request, count)  # (count, N, D)
         if count == 1:
             return drawn[0]
         nearest = F.cosine_similarity(drawn, conditions["text_embed"][None], dim=2).argmax(dim=0)
         return drawn[nearest, torch.arange(len(keys), device=nearest.device)]
 
-    def _draw_candidates(
+    def _draw_candidate_embeddings(
         self,
         nets: Nets,
         conditions: dict[str, Tensor],
@@ -356,7 +358,7 @@ class PriorSystem(System):
 
         return predict_guided
 
-    def _measure_similarities(
+    def _measure_drawn_embedding_similarities(
         self, nets: Nets, example: Example, steps: tuple[int, ...], progress: Progress = iter
     ) -> Terms:
         """Draws an embedding for each sample, without guidance, once for each number of DDIM steps in `steps`. Returns
@@ -383,7 +385,7 @@ class PriorSystem(System):
         terms = {"similarity/text_image": compute_cosine(text, image)} if comparable else {}
         for count in steps:
             request = Request(example["key"], num_steps=count)
-            drawn = self._draw_candidates(
+            drawn = self._draw_candidate_embeddings(
                 nets, {name: example[name] for name in TEXT if name in example}, example["key"], request, 1, progress
             )[0]
             cosines = {"image": compute_cosine(drawn, image)}

@@ -109,7 +109,7 @@ def save_export(
     state = {name: value.detach().float().cpu().contiguous() for name, value in nets["denoiser"].state_dict().items()}
     null = {name: state.pop(name) for name in list(state) if name.startswith("null_text_")}
     state |= {"clip_mean": system.mean[None], "clip_std": system.std[None]}
-    network = PriorTransformer(**_make_diffusers_arguments(config))
+    network = PriorTransformer(**_make_diffusers_prior_arguments(config))
     network.load_state_dict(state)
     options = {name: getattr(config, name) for name in _OPTIONS}
     pipeline = PriorPipeline(network, _build_scheduler(system), **options)
@@ -177,7 +177,7 @@ def draw_reference_outputs(system: PriorSystem, nets: Mapping[str, nn.Module]) -
     return candidates[nearest, torch.arange(2, device=device)]
 
 
-def _make_diffusers_arguments(config: Config) -> dict[str, Any]:
+def _make_diffusers_prior_arguments(config: Config) -> dict[str, Any]:
     """Returns the keyword arguments with which diffusers' PriorTransformer builds the network of this config."""
     return {
         "num_attention_heads": config.heads,

@@ -19,7 +19,7 @@ from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.lookup_free import CosineQuantizer
 from dstrain.nn.quantize import Codebook, draw_relaxed_tokens, upcast_to_float32
 from dstrain.recipe import ConfigError
-from dstrain.systems.vae.losses import decode_logit_laplace
+from dstrain.systems.vae.losses import convert_logit_laplace_to_pixels
 
 Normalization = tuple[tuple[float, ...], tuple[float, ...]]
 
@@ -137,7 +137,9 @@ class DiscreteVAE(nn.Module):
         clamped.
         """
         return (
-            decode_logit_laplace(decoder_output) if self.logit_laplace else self.normalize.denormalize(decoder_output)
+            convert_logit_laplace_to_pixels(decoder_output)
+            if self.logit_laplace
+            else self.normalize.denormalize(decoder_output)
         )
 
     def _encode_to_features(self, x: Tensor) -> Tensor:

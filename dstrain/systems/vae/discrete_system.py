@@ -104,7 +104,7 @@ class DiscreteSystem(AutoencoderSystem):
         """
         return dict(zip(("perplexity", "dead_tokens"), compute_perplexity_and_unused_share(means["usage"])))
 
-    def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
+    def make_reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
         """Returns a list of reconstructions, (B, C, H, W) each, in [-1, 1]. With gumbel two: from relaxed tokens at the
         final temperature, and from the most likely tokens. With other quantizers one, from the tokens.
         """

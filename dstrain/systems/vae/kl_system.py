@@ -95,7 +95,7 @@ class KLSystem(AutoencoderSystem):
         std = compute_latent_std(means)
         return {"latent_std": std, "scaling_factor": 1 / std}
 
-    def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
+    def make_reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
         """Returns two reconstructions, (B, C, H, W) each, in about [-1, 1]: from a draw from the posterior, and from
         its mean.
         """

@@ -38,7 +38,7 @@ def compute_logit_laplace_loss(decoder_output: Tensor, truth: Tensor) -> Tensor:
     return nats.flatten(1).mean(1)
 
 
-def decode_logit_laplace(decoder_output: Tensor) -> Tensor:
+def convert_logit_laplace_to_pixels(decoder_output: Tensor) -> Tensor:
     """Returns the pixels (B, C, H, W) at the medians of logit-Laplace distributions, whose means and log scales
     `decoder_output` (B, 2C, H, W) holds. The pixels are between -1/8 and 9/8.
     """

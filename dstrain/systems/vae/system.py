@@ -39,7 +39,9 @@ class AutoencoderSystem(System):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.picture_loss = PictureLoss(config.variant.perceptual, config.variant.discriminator)
-        self.parts = self.picture_loss.collect_losses_by_part("autoencoder", self.compute_autoencoder_loss)
+        self.parts = self.picture_loss.collect_part_and_discriminator_losses(
+            "autoencoder", self.compute_autoencoder_loss
+        )
         self.values = config.channels * config.image_size**2  # number of values of an image
         self.side = config.image_size // config.downsampling_factor  # side of the latents or tokens
 
@@ -123,11 +125,11 @@ class AutoencoderSystem(System):
         """Returns {"reconstruction": uint8 (B, C, H, n * W)}: each original with its n - 1 reconstructions to the
         right.
         """
-        shown = torch.cat([example["x_start"], *self.reconstruct(nets, example)], dim=3)  # (B, C, H, n W)
+        shown = torch.cat([example["x_start"], *self.make_reconstructions(nets, example)], dim=3)  # (B, C, H, n W)
         return {"reconstruction": convert_to_uint8(shown)}
 
     @abstractmethod
-    def reconstruct(self, nets: Nets, example: Example) -> list[Tensor]:
+    def make_reconstructions(self, nets: Nets, example: Example) -> list[Tensor]:
         """Returns a list of reconstructions of the example's images, one for each way to decode, (B, C, H, W) each, in
         about [-1, 1].
         """

@@ -22,7 +22,7 @@ from dstrain.planning.synthetic import Repeated
 from dstrain.recipe import Run
 from dstrain.runs.trained import build_networks_from_states
 from dstrain.sampling.draw import draw_all_samples
-from dstrain.sampling.requests import make_sampling_request
+from dstrain.sampling.requests import make_sampling_request_and_captions
 from dstrain.systems.base import System
 from kit import jobs, speed
 from kit.report import Record
@@ -59,7 +59,7 @@ def draw(record: Record, num: int = 64, steps: int = 20) -> None:
     num, steps = (2, 2) if record.dry else (num, steps)
     system, device = systems.build(run.system, run.model), group.device()
     states, batch = _weights(system, run), next(_batches(run, 2))
-    request, _ = make_sampling_request(run.samples, system, num, num_steps=steps)
+    request, _ = make_sampling_request_and_captions(run.samples, system, num, num_steps=steps)
 
     def output(nets: dict[str, nn.Module]) -> Tensor:
         example = system.encode(dict(batch))

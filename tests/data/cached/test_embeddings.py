@@ -20,7 +20,7 @@ from dstrain.data.open import open_sources, open_split, require_learnable_conten
 from dstrain.data.source import BadSample
 from dstrain.encoders.text import unpack_captions
 from dstrain.recipe import Data
-from dstrain.sampling.draw import score_batches
+from dstrain.sampling.draw import evaluate_held_out_batches
 from tests.support import gloo
 from tests.support.launch import environment
 
@@ -438,7 +438,7 @@ def _means(rank: int, path: str, world: int) -> dict[str, float]:
     torch.manual_seed(0)
     nets = system.networks()
     source = open_pairs(path, (0.4, 0.6, 0), "validation", world)
-    return score_batches(system, nets, iterate_held_out(source, 4, rank, world))
+    return evaluate_held_out_batches(system, nets, iterate_held_out(source, 4, rank, world))
 
 
 def test_means_over_uneven_ranks(tmp_path):

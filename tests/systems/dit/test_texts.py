@@ -16,7 +16,7 @@ from dstrain.data.open import fill_in_codes_entry
 from dstrain.data.source import pad_and_stack_texts
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import ConfigError, Data, Run, Samples
-from dstrain.sampling.requests import make_sampling_request
+from dstrain.sampling.requests import make_sampling_request_and_captions
 from dstrain.systems.base import Request
 from dstrain.systems.dit.config import Config
 from dstrain.systems.dit.network import DiT
@@ -148,19 +148,19 @@ def test_guidance_leads_away_from_a_negative_prompt() -> None:
 def test_negative_prompts_of_a_request() -> None:
     """Oracle: the condition of the text; a ConfigError where there is no prompt, no guidance, or no use for it."""
     samples = Samples(prompts=("a bag", "a coat"), negative_prompt="a shirt", guidance_scale=2.0)
-    request, texts = make_sampling_request(samples, build(), 3)
+    request, texts = make_sampling_request_and_captions(samples, build(), 3)
     assert texts == ["a bag", "a coat", "a bag"]
     expected = build().conditions_from_texts(["a shirt"])["words"]
     assert torch.equal(request.conditions["negative_words"], expected.expand(3, -1))
     with pytest.raises(ConfigError, match="it goes with prompts, and none are given"):
-        make_sampling_request(samples.model_copy(update={"prompts": None}), build(), 3)
+        make_sampling_request_and_captions(samples.model_copy(update={"prompts": None}), build(), 3)
     with pytest.raises(ConfigError, match="--negative-prompt changes nothing at --guidance-scale 1"):
-        make_sampling_request(Samples(prompts=("a bag",)), build(), 3, negative_prompt="a coat")
+        make_sampling_request_and_captions(Samples(prompts=("a bag",)), build(), 3, negative_prompt="a coat")
     with pytest.raises(ValueError, match="samples.guidance_scale=1 is none"):
         Samples(negative_prompt="a shirt")
     phenaki = systems.build("phenaki", {"token_shape": [1, 2, 2], "codebook_size": 8})
     with pytest.raises(ConfigError, match="a PhenakiSystem is led away from no text"):
-        make_sampling_request(samples, phenaki, 1)
+        make_sampling_request_and_captions(samples, phenaki, 1)
 
 
 @pytest.mark.parametrize(

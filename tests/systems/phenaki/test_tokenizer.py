@@ -219,7 +219,7 @@ def test_the_adversary_weighs_as_the_frame_does():
     )[0]
     _, descended = system._compute_terms_and_surrogate_loss(nets, passed.video, example)
     pull = torch.autograd.grad(descended.sum(), passed.video)[0]
-    for number, (count, place) in enumerate(zip((7, 5, 1, 1), system._draw_frame_numbers(example).tolist())):
+    for number, (count, place) in enumerate(zip((7, 5, 1, 1), system._draw_frame_number_per_clip(example).tolist())):
         assert place < count
         added = pull[number] - of_recon[number]
         others = [frame for frame in range(7) if frame != place]
@@ -241,7 +241,7 @@ def test_perceptual(tmp_path):
     nets, example = nets_of(system), system.encode(batch_of(system))
     terms = system.loss("tokenizer", nets, example)
     video = nets["tokenizer"](example["x_start"], example["frames"]).video
-    place, each = system._draw_frame_numbers(example), torch.arange(4)
+    place, each = system._draw_frame_number_per_clip(example), torch.arange(4)
     expected = Perceptual(tmp_path)(video[each, place], example["x_start"][each, place])
     torch.testing.assert_close(terms["perceptual"], expected.detach(), rtol=1e-4, atol=1e-6)
     judged = build(**JUDGED, perceptual={"path": str(tmp_path), "weight": 0.5})
@@ -349,7 +349,7 @@ def test_recipe():
         return Run.model_validate({"name": "t", "system": "phenaki.tokenizer", "data": data | more})
 
     completed = Config.model_validate(Config.complete_section({"patch_size": 4}, run()))
-    assert completed.size == (8, 12) and completed.num_frames == 7 and completed.channels == 1
+    assert completed.frame_size == (8, 12) and completed.num_frames == 7 and completed.channels == 1
     assert completed.list_conflicts(run()) == []
     problems = completed.list_conflicts(run(height=12, num_frames=9))
     assert len(problems) == 2 and "data.height=12" in problems[0] and "data.num_frames=9" in problems[1]

@@ -269,7 +269,7 @@ def test_best_of_candidates():
     asked = request(system, 6, sampler="ddpm")
     found, text = system.sample(nets, asked), asked.conditions["text_embed"]
     keys = rng.keys_of_seeds(asked.seeds)
-    drawn = system._draw_candidates(nets, one._prepare_text_inputs(asked.conditions), keys, asked, 5)
+    drawn = system._draw_candidate_embeddings(nets, one._prepare_text_inputs(asked.conditions), keys, asked, 5)
     cosines = F.cosine_similarity(drawn, text[None], dim=2)
     torch.testing.assert_close(F.cosine_similarity(found, text, dim=1), cosines.max(0).values)
     torch.testing.assert_close(drawn[0], one.sample(nets, asked), rtol=1e-5, atol=1e-5)

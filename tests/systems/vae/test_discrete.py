@@ -10,7 +10,7 @@ from dstrain import rng, systems
 from dstrain.nn.perceptual import load_perceptual_distance
 from dstrain.nn.quantize import compute_kl_to_uniform, draw_gumbel_noise
 from dstrain.systems.vae.discrete import DiscreteVAE
-from dstrain.systems.vae.losses import EPS, LEAST_LOG_SCALE, compute_logit_laplace_loss, decode_logit_laplace
+from dstrain.systems.vae.losses import EPS, LEAST_LOG_SCALE, compute_logit_laplace_loss, convert_logit_laplace_to_pixels
 from tests.support.golden import fill
 
 TINY = {"num_tokens": 16, "codebook_dim": 8, "num_layers": 2, "hidden_dim": 8}
@@ -193,7 +193,7 @@ def test_logit_laplace_pixels():
     """Oracle: the inverse of pixels -> logit(0.8 x + 0.1); a scale below the least one changes nothing."""
     x = torch.rand(2, 3, 4, 4, dtype=torch.float64)
     mean = torch.logit(0.8 * x + 0.1)
-    torch.testing.assert_close(decode_logit_laplace(torch.cat((mean, mean), 1)), x)
+    torch.testing.assert_close(convert_logit_laplace_to_pixels(torch.cat((mean, mean), 1)), x)
     low = [torch.cat((mean, torch.full_like(mean, value)), 1) for value in (LEAST_LOG_SCALE, -50.0)]
     torch.testing.assert_close(compute_logit_laplace_loss(low[0], x), compute_logit_laplace_loss(low[1], x))
 

@@ -6,7 +6,7 @@ from dstrain.commands.evaluate import measure_system_on_source
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import View
-from dstrain.sampling.draw import score_batches
+from dstrain.sampling.draw import evaluate_held_out_batches
 from tests.support import gloo
 from tests.systems.vae.test_discrete import build as discrete
 from tests.systems.vae.test_discrete import nets_of
@@ -30,7 +30,7 @@ class First(View):
 def figures(rank, world, batch):
     system, adversarial = discrete(1, kl_weight=1.0), kl(**GAN)
     scores = [
-        score_batches(one, nets, iterate_held_out(First(), batch, rank, world))
+        evaluate_held_out_batches(one, nets, iterate_held_out(First(), batch, rank, world))
         for one, nets in ((system, nets_of(system)), (adversarial, kl_nets_of(adversarial)))
     ]
     return {f"{number}/{name}": value for number, found in enumerate(scores) for name, value in found.items()}

@@ -90,7 +90,7 @@ class Config(SystemConfig):
             )
         if self.levels is not None:
             require_valid_levels(self.levels, self.codebook_size, "codebook_size")
-        height, width = self.size
+        height, width = self.frame_size
         if height % self.patch_size or width % self.patch_size:
             raise ConfigError(
                 f"patch_size {self.patch_size} does not divide image_size {height} x {width}: take a "
@@ -107,14 +107,14 @@ class Config(SystemConfig):
         return self
 
     @property
-    def size(self) -> tuple[int, int]:
+    def frame_size(self) -> tuple[int, int]:
         """Returns (height, width) of a frame, in pixels."""
         return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
 
     @property
     def frame_shape(self) -> tuple[int, int, int]:
         """Returns (channels, height, width) of a frame, in pixels."""
-        return self.channels, *self.size
+        return self.channels, *self.frame_size
 
     def make_network_arguments(self) -> dict[str, Any]:
         """Returns the keyword arguments of the network CViViT that this section chooses."""
@@ -152,7 +152,7 @@ class Config(SystemConfig):
         """Returns an error message for each number that cannot be divided by `ranks`, the ranks that would share a
         clip's tokens: rows of patches, heads and channels. [] if all can.
         """
-        rows = self.size[0] // self.patch_size
+        rows = self.frame_size[0] // self.patch_size
         return list_indivisible_counts(
             ranks,
             {"rows of a frame's patches": rows, "attention heads, heads": self.heads, "channels, dim": self.dim},
@@ -178,10 +178,10 @@ class Config(SystemConfig):
             self.perceptual, "model.perceptual"
         )
         height = run.data.height or run.data.image_size
-        if self.size != (height, run.data.image_size):
+        if self.frame_size != (height, run.data.image_size):
             problems.append(
                 f"data.height={height}, data.image_size={run.data.image_size} (the width) and "
-                f"model.image_size={list(self.size)} differ: make both equal"
+                f"model.image_size={list(self.frame_size)} differ: make both equal"
             )
         if self.num_frames != (frames := run.data.num_frames or 1):
             problems.append(f"data.num_frames={frames} and model.num_frames={self.num_frames} differ: make both equal")

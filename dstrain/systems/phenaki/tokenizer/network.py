@@ -20,7 +20,7 @@ from dstrain.nn.finite_scalar import FiniteScalar
 from dstrain.nn.layers import Linear
 from dstrain.nn.lookup_free import CosineQuantizer, LookupFree, Quantized
 from dstrain.nn.quantize import upcast_to_float32
-from dstrain.nn.sequence import gather_rank_slices, take_rank_slice, take_rank_slice_of_gathered
+from dstrain.nn.sequence import gather_rank_slices, take_rank_slice, take_rank_slice_after_gathering
 from dstrain.recipe import ConfigError
 from dstrain.systems.phenaki.transformer import ROWS, PositionBias, Transformer, build_alibi_bias
 
@@ -77,17 +77,17 @@ class CViViT(nn.Module):
         self.patch_size, self.temporal_patch_size, self.heads = patch_size, temporal_patch_size, heads
         values = channels * patch_size**2
 
-        def build_transformer(over: str) -> Transformer:
+        def build_transformer_over(axes: str) -> Transformer:
             """Returns the transformer that attends over "space" or "time"."""
-            depth = spatial_depth if over == "space" else temporal_depth
-            return Transformer(dim, depth, heads, dim_head, causal=True, dropout=dropout, over=over)
+            depth = spatial_depth if axes == "space" else temporal_depth
+            return Transformer(dim, depth, heads, dim_head, causal=True, dropout=dropout, over=axes)
 
         self.to_patch_emb_first_frame = Linear(values, dim)
         self.to_patch_emb = Linear(temporal_patch_size * values, dim)
         self.spatial_rel_pos_bias = PositionBias(heads, dim)
         self.enc_spatial_transformer, self.enc_temporal_transformer = (
-            build_transformer("space"),
-            build_transformer("time"),
+            build_transformer_over("space"),
+            build_transformer_over("time"),
         )
         if quantizer == "lookup_free":
             self.vq = LookupFree(dim, codebook_size, inv_temperature)
@@ -96,8 +96,8 @@ class CViViT(nn.Module):
         else:
             self.vq = CosineQuantizer(dim, codebook_size, codebook_dim)
         self.dec_temporal_transformer, self.dec_spatial_transformer = (
-            build_transformer("time"),
-            build_transformer("space"),
+            build_transformer_over("time"),
+            build_transformer_over("space"),
         )
         self.to_pixels_first_frame, self.to_pixels = Linear(dim, values), Linear(dim, temporal_patch_size * values)
 
@@ -129,7 +129,7 @@ class CViViT(nn.Module):
         int64 (B,), real frames. `bias` (heads, h w, h w) is that of spatial attention.
         """
         video = video.to(self.to_patch_emb.weight.dtype)
-        counted = mark_frames_with_tokens(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
+        counted = mark_frames_in_full_patches(frames, self.temporal_patch_size, video.shape[1])  # (B, T)
         video = torch.where(counted[:, :, None, None, None], video, 0.0)  # padding may hold NaN
         # For a single frame the second embedding runs on an empty batch, so that its weights have a gradient, 0.
         first = self.to_patch_emb_first_frame(take_rank_slice(self._cut_patches(video[:, :1], 1), ROWS))
@@ -142,7 +142,7 @@ class CViViT(nn.Module):
         """Decodes quantized vectors (B, t, h, w, D) to clips, float32 (B, T, C, H, W). `bias` (heads, h w, h w) is that
         of spatial attention.
         """
-        x = take_rank_slice_of_gathered(
+        x = take_rank_slice_after_gathering(
             x, ROWS
         )  # the encoder's tokens were gathered for the quantizer, which measures whole clips
         x = self.dec_temporal_transformer(x, build_alibi_bias(self.heads, x.shape[1], x))
@@ -176,17 +176,18 @@ def mark_latent_frames_without_padding(frames: Tensor, temporal_patch_size: int,
     return torch.arange(num_latent_frames, device=frames.device) < 1 + (frames[:, None] - 1) // temporal_patch_size
 
 
-def count_frames_with_tokens(frames: Tensor, temporal_patch_size: int) -> Tensor:
+def count_frames_in_full_patches(frames: Tensor, temporal_patch_size: int) -> Tensor:
     """Returns how many frames of each clip lie in latent frames that are made of real frames only, int64 (B,).
     `frames`, int64 (B,), is the number of real frames of each clip.
     """
     return 1 + temporal_patch_size * ((frames - 1) // temporal_patch_size)
 
 
-def mark_frames_with_tokens(frames: Tensor, temporal_patch_size: int, num_frames: int) -> Tensor:
+def mark_frames_in_full_patches(frames: Tensor, temporal_patch_size: int, num_frames: int) -> Tensor:
     """Returns bool (B, num_frames), True for the frames of each clip that lie in latent frames made of real frames
     only. `frames`, int64 (B,), is the number of real frames of each clip, `num_frames` the number of all frames.
     """
     return (
-        torch.arange(num_frames, device=frames.device) < count_frames_with_tokens(frames, temporal_patch_size)[:, None]
+        torch.arange(num_frames, device=frames.device)
+        < count_frames_in_full_patches(frames, temporal_patch_size)[:, None]
     )

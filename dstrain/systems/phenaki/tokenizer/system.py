@@ -26,8 +26,8 @@ from dstrain.systems.phenaki.tokenizer.config import Config
 from dstrain.systems.phenaki.tokenizer.network import (
     CViViT,
     CViViTOutput,
-    count_frames_with_tokens,
-    mark_frames_with_tokens,
+    count_frames_in_full_patches,
+    mark_frames_in_full_patches,
     mark_latent_frames_without_padding,
 )
 from dstrain.systems.phenaki.transformer import TransformerBlock
@@ -60,7 +60,7 @@ class TokenizerSystem(System):
         self.picture_loss = PictureLoss(
             config.perceptual, config.discriminator, config.discriminator and config.discriminator.penalty
         )
-        self.parts = self.picture_loss.collect_losses_by_part("tokenizer", self.compute_tokenizer_loss)
+        self.parts = self.picture_loss.collect_part_and_discriminator_losses("tokenizer", self.compute_tokenizer_loss)
         self.codebook_size, self.temporal_patch_size = config.codebook_size, config.temporal_patch_size
         self._usage: CodeUsage | None = None  # running shares of codes, the reference of `diversity`
         if config.quantizer == "lookup_free":
@@ -131,7 +131,7 @@ class TokenizerSystem(System):
         respect to the clips is the sum of the gradients of reconstruction error, perceptual distance and adversarial
         loss.
         """
-        place, x = self._draw_frame_numbers(example), example["x_start"]
+        place, x = self._draw_frame_number_per_clip(example), example["x_start"]
         video = reconstruction.detach().requires_grad_()
         terms = {"recon": self._compute_reconstruction_error(video, example)}
         of_recon = compute_picture_gradient(terms["recon"], video)  # (B, T, C, H, W)
@@ -144,7 +144,7 @@ class TokenizerSystem(System):
             terms |= perceived
             of_frame = self.config.perceptual.weight * compute_picture_gradient(terms["perceptual"], frame)
         # Balanced as if this frame were the whole clip: in the mean over frames both then have the weight 1 / count.
-        count = count_frames_with_tokens(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
+        count = count_frames_in_full_patches(example["frames"], self.temporal_patch_size).view(-1, 1, 1, 1)
         of_mean = count * _take_one_frame_each(of_recon, place) + of_frame
         critique, of_critique = self.picture_loss.compute_critique_terms_and_gradient(
             nets, example, frame, truth, of_mean
@@ -186,7 +186,7 @@ class TokenizerSystem(System):
         """Returns `recon`, the reconstruction error of each clip (B,), and, if the config has a perceptual loss,
         `perceptual`, (B,), of one random frame of each clip.
         """
-        place = self._draw_frame_numbers(example)
+        place = self._draw_frame_number_per_clip(example)
         return {
             "recon": self._compute_reconstruction_error(reconstruction, example)
         } | self.picture_loss.measure_perceptual_distance(
@@ -196,19 +196,20 @@ class TokenizerSystem(System):
     def _compute_reconstruction_error(self, reconstruction: Tensor, example: Example) -> Tensor:
         """Returns the mean squared error of each clip, (B,), over its frames in latent frames without padding."""
         return _average_marked_frames(
-            (reconstruction - example["x_start"]).square().flatten(2).mean(2), self._mark_frames_with_tokens(example)
+            (reconstruction - example["x_start"]).square().flatten(2).mean(2),
+            self._mark_frames_in_full_patches(example),
         )
 
-    def _draw_frame_numbers(self, example: Example) -> Tensor:
+    def _draw_frame_number_per_clip(self, example: Example) -> Tensor:
         """Draws the number of a random frame of each clip, int64 (B,), from the samples' keys. Takes only frames that
         lie in latent frames without padding.
         """
-        count = count_frames_with_tokens(example["frames"], self.temporal_patch_size)
+        count = count_frames_in_full_patches(example["frames"], self.temporal_patch_size)
         return (rng.uniform(example["key"], "frame") * count).long().minimum(count - 1)
 
-    def _mark_frames_with_tokens(self, example: Example) -> Tensor:
+    def _mark_frames_in_full_patches(self, example: Example) -> Tensor:
         """Returns bool (B, T), True for the example's frames that lie in latent frames without padding."""
-        return mark_frames_with_tokens(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
+        return mark_frames_in_full_patches(example["frames"], self.temporal_patch_size, example["x_start"].shape[1])
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:
@@ -221,7 +222,7 @@ class TokenizerSystem(System):
         """
         outputs: CViViTOutput = nets["tokenizer"](example["x_start"], example["frames"])
         terms = self._select_quantizer_terms(outputs) | self._compute_reconstruction_terms(outputs.video, example)
-        counted, tokens = self._mark_frames_with_tokens(example), outputs.tokens
+        counted, tokens = self._mark_frames_in_full_patches(example), outputs.tokens
         by_frame = measure_psnr_and_ssim(outputs.video.flatten(0, 1), example["x_start"].flatten(0, 1))
         by_clip = {
             name: _average_marked_frames(values.view(counted.shape), counted) for name, values in by_frame.items()
@@ -249,7 +250,7 @@ class TokenizerSystem(System):
         2W) if clips are single frames. The last real frame of a clip is repeated in place of padding.
         """
         x, frames = example["x_start"], example["frames"]
-        last = count_frames_with_tokens(frames, self.temporal_patch_size)[:, None] - 1
+        last = count_frames_in_full_patches(frames, self.temporal_patch_size)[:, None] - 1
         place = torch.arange(x.shape[1], device=x.device).minimum(last)  # (B, T)
         pairs = torch.cat((x, nets["tokenizer"](x, frames).video), dim=4)
         pairs = convert_to_uint8(pairs[torch.arange(len(x), device=x.device)[:, None], place])
@@ -279,7 +280,7 @@ class TokenizerSystem(System):
             if self.config.quantizer != quantizer
         }
         architecture = {name: value for name, value in architecture.items() if name not in left_out}
-        return architecture | {"image_size": list(self.config.size)}, nets["tokenizer"].state_dict()
+        return architecture | {"image_size": list(self.config.frame_size)}, nets["tokenizer"].state_dict()
 
     def adapt_weights(self, part: str, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str]]:
         """Returns a copy of the weights, and no notes. Raises ConfigError if the file is of phenaki-pytorch, or at the
