@@ -189,7 +189,7 @@ def _describe_folder_conflict(out: Path, encoding: dict[str, Any], readable_name
     None. `readable_names` has names for some keys of the encoding, such as the data's path; the message shows them with
     the values.
     """
-    if (earlier := shards.read_earlier_encoding(out)) is not None:
+    if (earlier := shards.read_encoding_json_or_index(out)) is not None:
 
         def describe_value(key: str, value: Any, readable_names: dict[str, str]) -> Any:
             """Returns a value of the encoding for the message, as "NAME (VALUE)" if its key has a readable name."""
@@ -203,7 +203,7 @@ def _describe_folder_conflict(out: Path, encoding: dict[str, Any], readable_name
             if old.get(key) != (value := encoding.get(key))
         ]
         return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder" if changes else None
-    if strangers := shards.list_foreign_names(out):
+    if strangers := shards.list_entries_not_from_encode(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     if {shards.read_encoding_hash(shard) for shard in out.glob("shard_*.safetensors")} - {
         None,

@@ -25,7 +25,7 @@ from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.cached.embeddings import open_pairs
 from dstrain.data.decode.pixels import FORMATS, open_image
-from dstrain.data.open import BuiltinData, make_data_request, open_sources, open_split
+from dstrain.data.open import BuiltinData, make_listing_request, open_sources, open_split
 from dstrain.data.source import Source
 from dstrain.data.sources.images import Images, fetch_encoded_file, open_images
 from dstrain.data.views import Spread
@@ -270,7 +270,7 @@ def _open_given_data(path: str, split: str | None, run: Run, num_classes: int) -
             split=places[1],
             held_out_path=places[2],
             draft=data.draft,
-            request=make_data_request(data),
+            request=make_listing_request(data),
             sizes=data.size_conditions,
         )
     if labelled and not source.classes:
@@ -297,7 +297,7 @@ def _require_suitable_images(path: str, source: Images, run: Run) -> None:
     for index in range(0, len(source), -(-len(source) // _NUM_CHECKED)):
         try:
             with open_image(
-                fetch_encoded_file(source.layout, source.index.read_place(source.find_row(index))), FORMATS
+                fetch_encoded_file(source.layout, source.index.read_place(source.find_row_of_sample(index))), FORMATS
             ) as image:
                 grey.append(
                     image.mode in ("1", "L", "LA", "I", "I;16", "F")

@@ -76,12 +76,12 @@ class _Packable(Indexed):
             :1
         ] or ("",)
 
-    def _hash_texts(self, numbers: Sequence[int]) -> bytes:
-        """Returns a hash of the captions of the rows `numbers`."""
+    def _hash_texts(self, file_numbers: Sequence[int]) -> bytes:
+        """Returns a hash of the captions of the rows `file_numbers`."""
         return (
-            hash_captions_beside(self.path, self._iterate_file_names(numbers))
+            hash_captions_beside(self.path, self._iterate_file_names(file_numbers))
             if self.has_caption_files
-            else super()._hash_texts(numbers)
+            else super()._hash_texts(file_numbers)
         )
 
     def __getitem__(self, index: int) -> Item:

@@ -182,7 +182,7 @@ class Batches(AbstractContextManager):
         Ends after the last batch, or before the first one that cannot be read; then `problem` holds the error.
         """
         ahead: deque[Batch] = deque()
-        fetched, batch, size = self._iterate_batches_until_error(reader, semaphores), {}, 0  # size: bytes of a batch
+        fetched, batch, size = self._iterate_batches_storing_error(reader, semaphores), {}, 0  # size: bytes of a batch
         while True:
             while batch is not None and len(ahead) <= (self.accumulation if len(ahead) * size < _AHEAD else 1):
                 if (batch := next(fetched, None)) is not None:
@@ -192,7 +192,7 @@ class Batches(AbstractContextManager):
                 return
             yield ahead.popleft()
 
-    def _iterate_batches_until_error(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
+    def _iterate_batches_storing_error(self, reader: Iterator, semaphores: list) -> Iterator[Batch]:
         """Yields the batches of `reader`. Takes the list of unreadable files out of each batch, and adds it to the
         run's list. Adds the time spent waiting to `wait_seconds`.
 
@@ -267,7 +267,7 @@ def _iterate_rounds_of_one_shape(source: Source, num_samples: int, round_size: i
     (index of its first sample, index after the last sample of its shape).
     """
     first = 0
-    for end in source.shape_ends:
+    for end in source.end_index_by_shape:
         end = min(end, num_samples)
         for start in range(first, end, round_size):
             yield start, end
@@ -293,11 +293,11 @@ class _Stream:
 
     def __getitem__(self, stream: range) -> dict:
         if self.source.prefetches:  # what the next step takes: the disk reads it during this one
-            index, mirrored, key, *_ = self._find_indices_and_keys(
+            index, mirrored, key, *_ = self._find_sample_indices_and_keys(
                 range(stream.start + self.global_batch, stream.stop + self.global_batch)
             )
             self.source.prefetch(index, mirrored, self._draw_random_numbers(key))
-        index, mirrored, key, positions, step = self._find_indices_and_keys(stream)
+        index, mirrored, key, positions, step = self._find_sample_indices_and_keys(stream)
         batch, bad = self.source.read_batch(index, mirrored, self._draw_random_numbers(key))
         steps = torch.full_like(positions, step)
         return batch | {"key": key, "position": positions, "step": steps, _BAD: bad}
@@ -311,7 +311,9 @@ class _Stream:
         name, count = self.source.chance_name, self.source.chance_count
         return rng.uniform(key, name, (count,) if count else ()) if name else None
 
-    def _find_indices_and_keys(self, stream_positions: range) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
+    def _find_sample_indices_and_keys(
+        self, stream_positions: range
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
         """Finds the samples of a micro-batch, given as a range of positions in the endless stream of samples. Returns:
 
         indices of the samples, int64 (b,)

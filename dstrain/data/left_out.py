@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dstrain.data.source import Source, read_spaced_captions
+from dstrain.data.source import Source, read_evenly_spaced_captions
 from dstrain.recipe import ConfigError, Data
 from dstrain.recipe.patterns import match_patterns_to_caption
 
@@ -39,7 +39,7 @@ def require_usable_leave_out_patterns(data: Data, split: tuple[Source, Source | 
         raise ConfigError(f"data.leave_out fits all captions of {place}: give patterns that fit fewer")
     for pattern, count in () if in_mixture else source.left_out:
         if not count:
-            example = "".join(f", such as {text!r}" for text in read_spaced_captions(source, 1)[:1])
+            example = "".join(f", such as {text!r}" for text in read_evenly_spaced_captions(source, 1)[:1])
             raise ConfigError(
                 f"data.leave_out: {pattern!r} fits no caption of {place}{example}: a pattern fits a whole caption, and "
                 "* stands for any text"

@@ -299,7 +299,7 @@ def open_mixture(
     return Mixture(sources, names, weights, classes), Mixture(*zip(*held), None, classes) if held else None
 
 
-def merge_codes_of_sources(data: Data, sections: Sequence[Data]) -> Data:
+def merge_codes_entries_of_sources(data: Data, sections: Sequence[Data]) -> Data:
     """Returns a copy of a mixture's data section, whose entry `codes` describes the cached latents or tokens of all
     sources. The entry is None if the sources are not cached. The scaling factor of latents is 1 / the standard
     deviation of the whole mixture.

@@ -12,7 +12,7 @@ from dstrain.data.bad_files import count_listed_bad_files
 from dstrain.data.builtin.emoji import EMOJI
 from dstrain.data.builtin.fashion import FASHION_PATH, Fashion
 from dstrain.data.builtin.moving import MOVING, MovingFashion
-from dstrain.data.cached.codes import fill_in_codes_from_cache, open_cached_codes
+from dstrain.data.cached.codes import fill_codes_entry_from_cache, open_cached_codes
 from dstrain.data.cached.embeddings import BUILTIN, has_embedding_pairs, open_pairs
 from dstrain.data.cached.latents import is_codes_cache
 from dstrain.data.cached.shards import read_index
@@ -26,7 +26,7 @@ from dstrain.data.index.alike import require_same_fingerprint_on_machines
 from dstrain.data.index.build import make_index_cache_folder, open_index, run_on_rank_0
 from dstrain.data.index.index import Index
 from dstrain.data.left_out import require_usable_leave_out_patterns
-from dstrain.data.mixture import merge_codes_of_sources, open_mixture
+from dstrain.data.mixture import merge_codes_entries_of_sources, open_mixture
 from dstrain.data.overlap import find_overlaps
 from dstrain.data.source import Source
 from dstrain.data.sources.buckets import Sized, bucket_by_duration
@@ -85,13 +85,13 @@ class DataKind(ABC):
     def open_layout_and_index(self, captions: bool) -> tuple[Layout, Index]:
         """Returns the samples' layout and index; see `open_layout_and_index` of this module."""
         data = self.data
-        request = make_data_request(data, captions=captions)
+        request = make_listing_request(data, captions=captions)
         if data.num_frames is not None:
-            request = make_data_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
+            request = make_listing_request(data, CLIPS, noun="clips", captions=True, captions_file=data.captions)
         path, _ = find_split_paths(data.path, data.held_out, data.held_out_path, as_one_set=True)
         return open_index(path, request, data.index or make_index_cache_folder())
 
-    def find_original_path(self) -> str:
+    def find_path_before_encoding(self) -> str:
         """Returns data.path; for cached codes the path that was encoded; for several sources "a mixture"."""
         return self.data.path
 
@@ -132,12 +132,12 @@ class MixedData(DataKind):
                     f"data.mixture: {part.path} holds {CONTENTS[own][0]}, {data.path} {CONTENTS[contents[0]][0]}: "
                     f"{remedy}"
                 )
-        return merge_codes_of_sources(data, parts)
+        return merge_codes_entries_of_sources(data, parts)
 
     def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         return open_mixture(self.data, lambda part: open_sources(part, verify, run, in_mixture=True))
 
-    def find_original_path(self) -> str:
+    def find_path_before_encoding(self) -> str:
         return "a mixture"
 
 
@@ -228,12 +228,12 @@ class CodesData(DataKind):
         return _name_contents_of_codes(encoding["kind"], encoding["shape"])
 
     def fill_in_codes_entry(self) -> Data:
-        return fill_in_codes_from_cache(self.data)
+        return fill_codes_entry_from_cache(self.data)
 
     def open_sources(self, verify: bool, run: Path | None, in_mixture: bool) -> Split:
         return open_cached_codes(self.data, verify)
 
-    def find_original_path(self) -> str:
+    def find_path_before_encoding(self) -> str:
         return read_index(Path(self.data.path))["encoding"]["data"].split()[0]  # a fingerprint begins with the name
 
 
@@ -254,12 +254,12 @@ class ClipsData(DataKind):
         if data.num_frames is None:
             raise _make_missing_frames_error(data)
         cut = Cut(data.num_frames, data.height or data.image_size, data.image_size, data.channels, data.frame_stride)
-        bucketed = data.buckets is not None
+        timed = data.buckets is not None
         common = {
             "held_out": data.held_out,
             "held_out_path": data.held_out_path,
             "captions": data.captions,
-            "request": make_data_request(data, CLIPS, noun="clips", captions=True, mixed=in_mixture, measured=bucketed),
+            "request": make_listing_request(data, CLIPS, noun="clips", captions=True, mixed=in_mixture, measured=timed),
             "index": data.index,
             "run": run,
             "leave_out": data.leave_out,
@@ -397,7 +397,7 @@ def open_if_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> 
     """Opens a split of the built-in images or clips if the data are these, or codes encoded from them; else returns
     None. leave_out: patterns; clips whose caption fits one are left out (images never).
     """
-    origin = find_original_path(data)
+    origin = find_path_before_encoding(data)
     if origin == FASHION_PATH:
         return Fashion(data.image_size, data.channels, split)
     if origin == MOVING:
@@ -406,9 +406,9 @@ def open_if_builtin(data: Data, split: str, leave_out: tuple[str, ...] = ()) -> 
     return None
 
 
-def find_original_path(data: Data) -> str:
+def find_path_before_encoding(data: Data) -> str:
     """Returns data.path; for cached codes the path that was encoded; for several sources "a mixture"."""
-    return recognise_data_kind(data).find_original_path()
+    return recognise_data_kind(data).find_path_before_encoding()
 
 
 def describe_data(data: Data, source: Source, held_out: Source | None, folder: Path | None = None) -> list[str]:
@@ -423,7 +423,7 @@ def describe_data(data: Data, source: Source, held_out: Source | None, folder: P
     return [f"data: {path}{source.describe_samples()}{known}", f"held out: {unseen}"]
 
 
-def make_data_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **fields: Any) -> Request:
+def make_listing_request(data: Data, suffixes: tuple[str, ...] = SUFFIXES, **fields: Any) -> Request:
     """Returns the Request that says how to list the samples of a section. fields: further ones of Request."""
     return Request(
         suffixes,
@@ -445,7 +445,7 @@ def _open_images(data: Data, run: Path | None, in_mixture: bool, holds_out: bool
         "held_out": data.held_out,
         "held_out_path": data.held_out_path,
         "draft": data.draft,
-        "request": make_data_request(data, captions=captions, mixed=in_mixture, measured=bucketed),
+        "request": make_listing_request(data, captions=captions, mixed=in_mixture, measured=bucketed),
         "index": data.index,
         "run": run,
         "crop": Crop.from_data_section(data),

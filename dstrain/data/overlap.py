@@ -47,11 +47,11 @@ def _is_trained_on(data: Data, path: str) -> bool:
         return False
     train, _ = find_split_paths(data.path, 1.0, None, cache=data.cache)
     return _have_overlapping_paths(
-        _list_real_paths_read(str(train), data.cache), _list_real_paths_read(path, data.cache)
+        _list_real_paths_to_read(str(train), data.cache), _list_real_paths_to_read(path, data.cache)
     )
 
 
-def _list_real_paths_read(path: str, cache: Cache) -> set[str]:
+def _list_real_paths_to_read(path: str, cache: Cache) -> set[str]:
     """Returns the real paths of what is read at `path`. For tables of several splits, these are the tables of the split
     that is read; for other data, what `_resolve_real_paths` returns.
     """

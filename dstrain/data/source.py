@@ -153,7 +153,7 @@ class Source(ABC):
         return () if packed is None else (bytes(packed.numpy()).rstrip(b"\0").decode("utf-8", "replace"),)
 
     @property
-    def shape_ends(self) -> tuple[int, ...]:
+    def end_index_by_shape(self) -> tuple[int, ...]:
         """Returns the index after the last sample of each shape: samples of one shape have consecutive indices."""
         return (len(self),)
 
@@ -174,7 +174,7 @@ class Source(ABC):
         shape comes the first one.
         """
         first, last = 0, 0
-        for end in self.shape_ends:
+        for end in self.end_index_by_shape:
             first, last = last, end
             if index < end:
                 break
@@ -278,7 +278,7 @@ def join_batches(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     return joined
 
 
-def read_spaced_captions(source: Source, max_samples: int = _SAMPLED) -> list[str]:
+def read_evenly_spaced_captions(source: Source, max_samples: int = _SAMPLED) -> list[str]:
     """Returns all captions of at most `max_samples` samples, evenly spaced. Skips samples that cannot be read. Returns
     [] for a source without captions.
     """
@@ -297,7 +297,7 @@ def describe_truncated_captions(source: Source, reader: Any) -> list[str]:
 
     reader: a system or a text encoder
     """
-    texts = read_spaced_captions(source)
+    texts = read_evenly_spaced_captions(source)
     line = (
         reader.describe_cut(texts, "captions" if len(source) <= _SAMPLED else "captions of a sample") if texts else ""
     )

@@ -7,7 +7,9 @@ from dstrain.data.source import Bad, BadSample, Item, Source
 
 
 class View(Source):
-    """The samples of `whole`, in its order. A subclass overrides `map_index` to choose or order them in another way."""
+    """The samples of `whole`, in its order. A subclass overrides `find_index_in_whole` to choose or order
+    them in another way.
+    """
 
     def __init__(self, whole: Source) -> None:
         self.whole = whole
@@ -15,7 +17,7 @@ class View(Source):
         self.captioned, self.uncaptioned = whole.captioned, whole.uncaptioned
         self.where, self.check, self.left_out = whole.where, whole.check, whole.left_out
 
-    def map_index(self, index: int | Tensor) -> int | Tensor:
+    def find_index_in_whole(self, index: int | Tensor) -> int | Tensor:
         """Returns the index in `whole` of the sample at `index` of this view. Returns an int for an int, int64 (b,) for
         int64 (b,).
         """
@@ -25,21 +27,21 @@ class View(Source):
         return len(self.whole)
 
     def __getitem__(self, index: int) -> Item:
-        return self.whole[self.map_index(index)]
+        return self.whole[self.find_index_in_whole(index)]
 
     def read_batch(
         self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None
     ) -> tuple[dict[str, Tensor], Bad]:
         """Reads the samples at `index` of the view. See Source.read_batch."""
         if self.batched:
-            return self.whole.read_batch(self.map_index(index), mirrored, random_number)
+            return self.whole.read_batch(self.find_index_in_whole(index), mirrored, random_number)
         return super().read_batch(index, mirrored, random_number)
 
     def read_captions(self, index: int) -> tuple[str, ...]:
-        return self.whole.read_captions(self.map_index(index))
+        return self.whole.read_captions(self.find_index_in_whole(index))
 
     def name_sample(self, index: int) -> str:
-        return self.whole.name_sample(self.map_index(index))
+        return self.whole.name_sample(self.find_index_in_whole(index))
 
     def compute_fingerprint(self) -> str:
         return self.whole.compute_fingerprint()
@@ -84,16 +86,16 @@ class Spread(View):
     def __len__(self) -> int:
         return self.num
 
-    def map_index(self, index: int | Tensor) -> int | Tensor:
+    def find_index_in_whole(self, index: int | Tensor) -> int | Tensor:
         """Returns the index in `whole` of the sample at `index` of this view, whose samples are evenly spaced over
         `whole`.
         """
         return index * len(self.whole) // self.num
 
     @property
-    def shape_ends(self) -> tuple[int, ...]:
+    def end_index_by_shape(self) -> tuple[int, ...]:
         """Returns the index, in this view, after the last sample of each shape."""
-        return tuple(-(-end * self.num // len(self.whole)) for end in self.whole.shape_ends)
+        return tuple(-(-end * self.num // len(self.whole)) for end in self.whole.end_index_by_shape)
 
     def describe_samples(self) -> str:
         """Returns the line about `whole`, with the number of samples that are taken of it."""
@@ -117,7 +119,7 @@ class Shuffled(View):
         super().__init__(whole)
         self.taken = whole.make_sample_order(1, seed)
 
-    def map_index(self, index: int | Tensor) -> int | Tensor:
+    def find_index_in_whole(self, index: int | Tensor) -> int | Tensor:
         """Returns the index in `whole` of the sample that training takes at position `index`."""
         return self.taken.find_sample_index(index)
 
@@ -135,12 +137,12 @@ class Windows(View):
     def __len__(self) -> int:
         return len(self.whole) * self.num
 
-    def map_index(self, index: int | Tensor) -> int | Tensor:
+    def find_index_in_whole(self, index: int | Tensor) -> int | Tensor:
         """Returns the index in `whole` of the clip from which the window at `index` is cut."""
         return index // self.num
 
     def __getitem__(self, index: int) -> Item:
-        return self.whole.read(self.map_index(index), (index % self.num + 0.5) / self.num)
+        return self.whole.read(self.find_index_in_whole(index), (index % self.num + 0.5) / self.num)
 
     def compute_fingerprint(self) -> str:
         return f"{self.whole.compute_fingerprint()} x {self.num}"

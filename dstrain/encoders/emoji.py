@@ -56,7 +56,7 @@ def look_up_text_embeds(captions: list[str]) -> Tensor | None:
     """Returns the text embeddings, float32 (N, 384), that the package holds for captions of its emoji pictures; None if
     any of the captions is not among them. Upper case and extra spaces do not matter.
     """
-    known = embeddings.read_builtin_caption_rows()
+    known = embeddings.map_builtin_captions_to_rows()
     rows = [known.get(" ".join(caption.lower().split())) for caption in captions]
     if None in rows:
         return None

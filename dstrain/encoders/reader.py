@@ -69,7 +69,7 @@ class ReadsTexts(Section):
         return self.has_null
 
     @property
-    def cached_text(self) -> tuple[int, int] | None:
+    def cached_text_shape(self) -> tuple[int, int] | None:
         """Returns (tokens, width) of the text encodings that the training data already hold; None if they hold none."""
         codes = getattr(self, "codes", None)
         return None if codes is None else codes.text
@@ -83,7 +83,7 @@ class ReadsTexts(Section):
             "learns_null": self.learns_null_text,
         }
 
-    def require_encodings_dim(self) -> None:
+    def require_text_encodings_dim(self) -> None:
         """Raises ConfigError if text_encoder is set but text_encodings_dim, the width of its encodings, is not."""
         if self.text_encoder is not None and self.text_encodings_dim is None:
             raise ConfigError(
@@ -117,7 +117,7 @@ class ReadsTexts(Section):
             )
 
 
-def get_text_fields_of_cache(model: dict[str, Any], codes: Any) -> dict[str, Any]:
+def derive_text_fields_from_cache(model: dict[str, Any], codes: Any) -> dict[str, Any]:
     """Returns the values of text_encodings_dim, max_text_len and text_encoder_fingerprint, by name, that fit the text
     encodings in a cache. Returns {} if the cache has none, or if `model` hashes words, by text_encodings_dim=null.
 
@@ -281,7 +281,7 @@ class Reader:
     @property
     def _has_cached_encodings(self) -> bool:
         """Returns whether the training data hold text encodings, computed before."""
-        return self.config.cached_text is not None
+        return self.config.cached_text_shape is not None
 
     def _get_or_load_encoder(self) -> TextEncoder:
         """Returns the text encoder, which the first call loads. Raises ConfigError if the recipe names none, if it

@@ -46,7 +46,7 @@ class TextEncoder(Frozen):
     def __init__(self, path: str, max_length: int | None = None) -> None:
         super().__init__()
         self.model, self.projection, self.tokenizer = _load_encoder_and_tokenizer(path)
-        self.pooling = _read_pooling(path) if self.projection is None else "projection"
+        self.pooling = _read_pooling_mode(path) if self.projection is None else "projection"
         set_padding_to_end(self.tokenizer, path)
         self.eval().requires_grad_(False)
         config = self.model.config
@@ -223,7 +223,7 @@ def set_padding_to_end(tokenizer: Any, path: str) -> None:
     tokenizer.padding_side = "right"
 
 
-def _read_pooling(path: str) -> str:
+def _read_pooling_mode(path: str) -> str:
     """Returns how a sentence encoder makes one vector of a text's token states: "mean" for their mean, or "cls" for the
     first state. Returns "mean" if the encoder's folder does not say. Raises ConfigError for another pooling, or if a
     layer follows that is not read here.

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain.data.builtin import moving
-from dstrain.data.builtin.fashion import FASHION, classify_shades, map_captions_to_labels
+from dstrain.data.builtin.fashion import FASHION, classify_shades, map_captions_to_item_and_shade
 from dstrain.encoders import emoji
 from dstrain.encoders.precision import use_precision
 from dstrain.metrics.clips import average_channels, classify_motions, crop_around_items
@@ -64,11 +64,11 @@ class Builtin(Features):
         clips, frames = images.shape[:2]
         return features.view(clips, frames, -1).mean(1), logits.view(clips, frames, -1).mean(1)
 
-    def require_countable_captions(self, captions: Sequence[str], clips: bool = True) -> None:
+    def require_captions_of_known_classes(self, captions: Sequence[str], clips: bool = True) -> None:
         """Raises ConfigError if one of the captions does not occur in the built-in clips or, with clips=False, in the
         built-in images.
         """
-        known = moving.map_captions_to_labels() if clips else map_captions_to_labels()
+        known = moving.map_captions_to_item_and_motion() if clips else map_captions_to_item_and_shade()
         if unknown := [caption for caption in captions if caption not in known]:
             raise ConfigError(
                 f"{unknown[0]!r} is no caption of the built-in {'clips' if clips else 'images'}, such as "
@@ -88,8 +88,8 @@ class Builtin(Features):
         clips = images.ndim == 5
         if captions is None or (labels is not None and not clips):
             return super().count_correct_by_class(images, logits, labels, captions)
-        self.require_countable_captions(captions, clips)
-        known = moving.map_captions_to_labels() if clips else map_captions_to_labels()
+        self.require_captions_of_known_classes(captions, clips)
+        known = moving.map_captions_to_item_and_motion() if clips else map_captions_to_item_and_shade()
         labels, asked = torch.tensor([known[caption] for caption in captions], device=logits.device).T
         item = logits.argmax(1) == labels
         self.parts = ("item", "motion" if clips else "shade")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from dstrain import rng
-from dstrain.data.builtin.moving import MOTIONS, map_captions_to_labels
+from dstrain.data.builtin.moving import MOTIONS, map_captions_to_item_and_motion
 from dstrain.metrics.network import Features
 
 SCENES = 4
@@ -94,7 +94,7 @@ def choose_story_items_and_motions(seeds: Tensor) -> tuple[Tensor, Tensor]:
     seed modulo the number of items), and int64 (N, SCENES), the motion in each scene. The scenes of a story have
     different motions.
     """
-    items = seeds % (len(map_captions_to_labels()) // len(MOTIONS))
+    items = seeds % (len(map_captions_to_item_and_motion()) // len(MOTIONS))
     return items, rng.uniform(rng.keys_of_seeds(seeds), "motions", (len(MOTIONS),)).argsort(1)[:, :SCENES]
 
 

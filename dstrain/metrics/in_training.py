@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dstrain.data.builtin.fashion import FASHION_PATH
 from dstrain.data.builtin.moving import MOVING
-from dstrain.data.open import find_original_path, open_if_builtin
+from dstrain.data.open import find_path_before_encoding, open_if_builtin
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
@@ -71,7 +71,7 @@ class Quality:
             )
         compared = {name: network for name, network in self._networks.items() if table.METRICS[name].compares}
         if samples.reference is None:
-            self._compared = _open_own_reference(
+            self._compared = _open_run_data_as_reference(
                 run, compared, own, train if samples.metrics_split == "train" else unseen
             )
         else:
@@ -197,7 +197,7 @@ def draw_batches(
             )
 
 
-def _open_own_reference(
+def _open_run_data_as_reference(
     run: Run, compared: dict[str, Features], builtin: Source | None, source: Source | None
 ) -> Compared:
     """Opens the run's own data as the reference of its metrics.
@@ -245,7 +245,7 @@ def build_training_metrics(run: Run, system: System, train: Source, unseen: Sour
         metrics = ("fid",) if system.num_frames is None else ("fvd",)
     elif run.every.metrics and metrics is None:
         draws = system.generates and not system.starts_from_data and not system.find_drawing_problem()
-        name = find_original_path(run.data)
+        name = find_path_before_encoding(run.data)
         asked = list_built_in_captions(run.data, system) or (
             name == FASHION_PATH and "label" in system.make_conditions(1)
         )

@@ -39,7 +39,7 @@ class Features(ABC):
         """
         return None
 
-    def require_countable_captions(self, captions: Sequence[str]) -> None:
+    def require_captions_of_known_classes(self, captions: Sequence[str]) -> None:
         """Raises ConfigError if one of the captions is such that `count_correct_by_class` cannot count clips with it.
         This default never raises.
         """

@@ -82,8 +82,8 @@ class Collector:
         self._add_to_sum("count", torch.tensor(len(features), dtype=torch.float64, device=features.device))
         if self.moments:
             self._waiting.append(features)
-            self._add_waiting_features_to_moments(at_least=_ROWS)
-        self._keep_spaced_features(numbers, features)
+            self._add_waiting_features_to_moments(min_features=_ROWS)
+        self._keep_evenly_spaced_features(numbers, features)
         if self.scores:
             self._add_inception_score_sums(torch.from_numpy(self._split[numbers.numpy()]), logits.double())
         if captions is None or not self.left_out:
@@ -142,17 +142,17 @@ class Collector:
         """Adds values to the sum with this name, or begins it with them."""
         self._sums[name] = values if name not in self._sums else self._sums[name].add_(values)
 
-    def _add_waiting_features_to_moments(self, at_least: int) -> None:
+    def _add_waiting_features_to_moments(self, min_features: int) -> None:
         """Adds the features in `_waiting` to the sums for mean and covariance, and empties `_waiting`. Does nothing if
-        it holds fewer than `at_least` features.
+        it holds fewer than `min_features` features.
         """
         # A product of few rows costs as much as one of many.
-        if sum(map(len, self._waiting)) >= at_least:
+        if sum(map(len, self._waiting)) >= min_features:
             rows, self._waiting = torch.cat(self._waiting).double(), []
             self._add_to_sum("sum", rows.sum(0))
             self._add_to_sum("products", rows.T @ rows)
 
-    def _keep_spaced_features(self, sample_numbers: Tensor, features: Tensor) -> None:
+    def _keep_evenly_spaced_features(self, sample_numbers: Tensor, features: Tensor) -> None:
         """Keeps some of a batch's features: those whose sample numbers are among `keep` numbers evenly spaced over
         the whole set.
         """
@@ -180,7 +180,7 @@ class Collector:
         """Returns the statistics of the whole set, merged from the batches that all ranks have added. All ranks must
         call it together, even those that have added none.
         """
-        self._add_waiting_features_to_moments(at_least=1)
+        self._add_waiting_features_to_moments(min_features=1)
         self._add_zeros_for_missing_sums()
         sums = {name: group.sum_over_ranks(self._sums[name]) for name in sorted(self._sums)}
         count, result = sums["count"].item(), Statistics(fingerprint=self.network.fingerprint)

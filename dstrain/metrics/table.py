@@ -233,7 +233,7 @@ def check_images_and_read_first_batch(
         for metric, network in networks.items():
             _require_matching_media_type(network, images.clips)
             if images.clips and images.captions and "right" in METRICS[metric].needs:
-                network.require_countable_captions(images.captions)
+                network.require_captions_of_known_classes(images.captions)
     begun, by_name = ImagesWithFirstBatch(images, size), {network.name: network for network in networks.values()}
     if begun.first is not None:
         for name, needs in _find_needed_statistics_by_network(networks).items():

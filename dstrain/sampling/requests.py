@@ -7,10 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dstrain.data.builtin.fashion import FASHION_PATH, map_captions_to_labels
-from dstrain.data.builtin.moving import MOVING
-from dstrain.data.builtin.moving import map_captions_to_labels as map_captions_of_clips_to_labels
-from dstrain.data.open import find_original_path
+from dstrain.data.builtin.fashion import FASHION_PATH, map_captions_to_item_and_shade
+from dstrain.data.builtin.moving import MOVING, map_captions_to_item_and_motion
+from dstrain.data.open import find_path_before_encoding
 from dstrain.recipe import ConfigError, Data, Samples
 from dstrain.systems.base import CHOICES, Request, System
 
@@ -110,11 +109,11 @@ def list_built_in_captions(data: Data, system: System) -> tuple[str, ...]:
     """Returns all captions that occur in `data`, if it is one of the package's built-in data sets. Returns () for other
     data, for data without captions, and for a system that reads no texts.
     """
-    name = find_original_path(data)
+    name = find_path_before_encoding(data)
     if system.takes_texts and name == MOVING:
-        return tuple(map_captions_of_clips_to_labels())
+        return tuple(map_captions_to_item_and_motion())
     if system.takes_texts and name == FASHION_PATH and (data.captioned or data.codes is not None):
-        return tuple(map_captions_to_labels())
+        return tuple(map_captions_to_item_and_shade())
     return ()
 
 

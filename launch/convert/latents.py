@@ -411,7 +411,7 @@ def _describe_encoding(options: ConvertOptions, source: Foreign) -> dict[str, An
 
 def _prepare_folder(options: ConvertOptions, encoding: dict[str, Any]) -> str | None:
     """Writes encoding.json; returns what is wrong with the folder, else None."""
-    out, earlier = options.out, shards.read_earlier_encoding(options.out)
+    out, earlier = options.out, shards.read_encoding_json_or_index(options.out)
     if earlier is not None:
         old = earlier["encoding"]
         changes = [
@@ -421,7 +421,7 @@ def _prepare_folder(options: ConvertOptions, encoding: dict[str, Any]) -> str | 
         ]
         if changes:
             return f"--out {out} holds another encoding: {'; '.join(changes)}. Name another folder"
-    elif strangers := shards.list_foreign_names(out):
+    elif strangers := shards.list_entries_not_from_encode(out):
         return f"--out {out} holds {', '.join(strangers[:3])} and no encoding: name a new folder"
     names = {"first_stage": options.first_stage, "data": str(options.path)}
     text = json.dumps({"encoding": encoding, "of": names}, sort_keys=True, indent=1)

@@ -13,7 +13,7 @@ from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.job import complete_and_check_recipe
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.emoji import Emoji
-from dstrain.data.cached.embeddings import open_builtin_pairs, read_builtin_caption_rows
+from dstrain.data.cached.embeddings import map_builtin_captions_to_rows, open_builtin_pairs
 from dstrain.encoders.emoji import look_up_text_embeds
 from dstrain.metrics.features import open_feature_network
 from dstrain.recipe import ConfigError, Run
@@ -71,7 +71,7 @@ def test_texts_become_pictures(prior, decoder, tmp_path):
     assert (out / "prompts.txt").read_text() == "blue heart\nDog Face\n"
     table, rows = (
         open_builtin_pairs().tables["text_embed"],
-        [read_builtin_caption_rows()[text.lower()] for text in texts],
+        [map_builtin_captions_to_rows()[text.lower()] for text in texts],
     )
     assert torch.equal(look_up_text_embeds([*texts]), torch.stack([torch.from_numpy(table[row]) for row in rows]))
     drawn, by_hand = notebook.load(prior).sample(2, prompts=texts, seed=5), notebook.load(decoder)

@@ -15,7 +15,7 @@ from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.mixture import Mixture
-from dstrain.data.source import Source, describe_truncated_captions, read_spaced_captions
+from dstrain.data.source import Source, describe_truncated_captions, read_evenly_spaced_captions
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.videos import open_videos
 from dstrain.data.views import Shuffled, Spread
@@ -50,10 +50,10 @@ def test_captions_are_whole(tmp_path):
     other = open_texts(folder(tmp_path / "b", ["y" * 700]))
     mixed = Mixture([source, other], ["a", "b"], None, ())
     assert unpack_captions(mixed.read_batch(torch.tensor([8, 0, 1]))[0]["caption"]) == ["y" * 700, *TEXTS[:2]]
-    assert read_spaced_captions(mixed) == [*TEXTS, "y" * 700]
-    assert read_spaced_captions(Spread(source, 2)) == [TEXTS[0], TEXTS[4]]
-    assert sorted(read_spaced_captions(Shuffled(source, 0))) == sorted(TEXTS)
-    assert len(read_spaced_captions(source, 3)) == 3
+    assert read_evenly_spaced_captions(mixed) == [*TEXTS, "y" * 700]
+    assert read_evenly_spaced_captions(Spread(source, 2)) == [TEXTS[0], TEXTS[4]]
+    assert sorted(read_evenly_spaced_captions(Shuffled(source, 0))) == sorted(TEXTS)
+    assert len(read_evenly_spaced_captions(source, 3)) == 3
 
 
 @pytest.mark.parametrize("several", [1, 2])
@@ -76,7 +76,7 @@ def test_captions_of_a_cache(tmp_path, several):
     assert unpack_captions(cache.read_codes(torch.arange(8))["caption"]) == TEXTS
     assert [unpack_captions(cache[n]["caption"][None])[0] for n in (5, 0, 7)] == [TEXTS[5], "a", "b"]
     assert cache.wide == {0: 720, 1: 20003, 2: 600} and "cut" not in cache.describe_samples()
-    assert read_spaced_captions(cache) == TEXTS
+    assert read_evenly_spaced_captions(cache) == TEXTS
     new = {path.name: path.read_bytes() for path in options.out.glob("*.*s*")}
 
     records = []
@@ -93,7 +93,7 @@ def test_captions_of_a_cache(tmp_path, several):
     )
     cache = Latents(options.out)
     assert "captions beyond 512 bytes were cut by the dstrain that encoded them" in cache.describe_samples()
-    assert read_spaced_captions(cache) == [text.encode()[:512].decode(errors="replace") for text in TEXTS]
+    assert read_evenly_spaced_captions(cache) == [text.encode()[:512].decode(errors="replace") for text in TEXTS]
     encode_data(options)
     assert {path.name: path.read_bytes() for path in options.out.glob("*.*s*")} == new
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from dstrain.data.builtin.fashion import FASHION
-from dstrain.data.builtin.moving import MOTIONS, MovingFashion, map_captions_to_labels
+from dstrain.data.builtin.moving import MOTIONS, MovingFashion, map_captions_to_item_and_motion
 from dstrain.metrics.clips import NO_MOTION, average_channels, classify_motions, crop_around_items
 
 
@@ -25,15 +25,17 @@ def test_motions_of_true_clips(frames, height, width, channels, split):
     """Oracle: the captions of the clips, which say how they were made, bouncing included; all are right."""
     source = MovingFashion(frames, height, width, channels, split)
     videos, texts = clips(source, len(source) // 200)
-    assert classify_motions(average_channels(videos)).tolist() == [map_captions_to_labels()[text][1] for text in texts]
+    assert classify_motions(average_channels(videos)).tolist() == [
+        map_captions_to_item_and_motion()[text][1] for text in texts
+    ]
 
 
 def test_captions_are_those_of_the_clips():
     """Oracle: the source's own captions and labels: every one is known, with its item."""
     source = MovingFashion(2, 8, 8, 1, "held_out")
-    assert {source.compose_caption(number) for number in range(len(source))} == set(map_captions_to_labels())
+    assert {source.compose_caption(number) for number in range(len(source))} == set(map_captions_to_item_and_motion())
     for number in range(0, len(source), 97):
-        item, motion = map_captions_to_labels()[source.compose_caption(number)]
+        item, motion = map_captions_to_item_and_motion()[source.compose_caption(number)]
         assert item == source[number]["label"] and source.compose_caption(number).endswith(
             f"{FASHION[item]} {list(MOTIONS)[motion]}"
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dstrain import train
-from dstrain.data.builtin.fashion import Fashion, classify_shades, map_captions_to_labels
+from dstrain.data.builtin.fashion import Fashion, classify_shades, map_captions_to_item_and_shade
 from dstrain.distributed.watchdog import Watchdog
 from dstrain.engine.ema.shadow import EmaShadow
 from dstrain.metrics import table
@@ -106,7 +106,7 @@ def test_captions_left_out_are_counted_apart(tmp_path):
     """Oracle: the classifier's items and the pixels' shades of the images that stand at the captions, which come in
     turn; on one rank and on two. Prompts that are all left out are refused.
     """
-    asked = [*map_captions_to_labels().items()]
+    asked = [*map_captions_to_item_and_shade().items()]
     images = Fashion(28, 1).images[3 : 3 + NUM]
     items, shades = (
         open_feature_network("builtin")(images[:, None])[1].argmax(1).tolist(),

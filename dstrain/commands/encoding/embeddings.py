@@ -30,7 +30,7 @@ from dstrain.commands.encoding.folder import (
     require_few_unreadable_samples,
 )
 from dstrain.commands.options.encode import EncodeOptions
-from dstrain.data.cached.embeddings import PLAN, read_pairs_plan
+from dstrain.data.cached.embeddings import PLAN, read_pairs_json_if_intact
 from dstrain.data.cached.rows import FOLDERS
 from dstrain.data.index.build import run_on_rank_0
 from dstrain.data.source import Source, describe_truncated_captions, pad_and_stack_texts, read_items_or_substitutes
@@ -72,7 +72,7 @@ def embed_image_caption_pairs(options: EncodeOptions) -> dict[str, Any]:
             ImageEncoder(options.image_encoder).to(group.device()),
             TextEncoder(options.text_encoder, options.max_text_len).to(group.device()),
         )
-    earlier = run_on_rank_0(lambda: read_pairs_plan(options.out / PLAN))
+    earlier = run_on_rank_0(lambda: read_pairs_json_if_intact(options.out / PLAN))
     upright = options.upright and (earlier is None or earlier.get("upright", False))
     source = open_captioned_source(options.data, encoders.image.image_size, upright)
     if group.rank() == 0:

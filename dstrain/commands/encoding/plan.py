@@ -7,12 +7,12 @@ from typing import Any
 import torch
 
 from dstrain.commands.options.encode import EncodeOptions
-from dstrain.data.cached.shards import read_earlier_encoding
+from dstrain.data.cached.shards import read_encoding_json_or_index
 from dstrain.data.decode.crops import Crop
 from dstrain.data.decode.pixels import SUFFIXES
 from dstrain.data.formats.base import Request
 from dstrain.data.index.build import run_on_rank_0
-from dstrain.data.open import BuiltinData, CodesData, make_data_request, open_sources
+from dstrain.data.open import BuiltinData, CodesData, make_listing_request, open_sources
 from dstrain.data.source import Source, read_items_or_substitutes
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import Windows
@@ -76,7 +76,7 @@ def _should_turn_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     """
     earlier = None
     with suppress(OSError):  # reported when the folder is prepared
-        earlier = run_on_rank_0(lambda: read_earlier_encoding(options.out))
+        earlier = run_on_rank_0(lambda: read_encoding_json_or_index(options.out))
     older = earlier is not None and "upright" not in earlier["encoding"]
     return options.upright and not older and (stage.data is None or stage.data.upright)
 
@@ -200,7 +200,9 @@ def _open_images(
     own = stage.data if options.data is None else None
     captions = options.num_captions is not None or options.text_encoder is not None
     request = replace(
-        make_data_request(own) if own is not None else Request(SUFFIXES), captions=captions, upright=options.upright
+        make_listing_request(own) if own is not None else Request(SUFFIXES),
+        captions=captions,
+        upright=options.upright,
     )
     images = open_images(
         path,

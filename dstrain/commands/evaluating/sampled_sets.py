@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from dstrain.commands.options.evaluate import EvaluateOptions
-from dstrain.data.builtin.moving import MOTIONS, MOVING, map_captions_to_labels
-from dstrain.data.open import find_original_path
+from dstrain.data.builtin.moving import MOTIONS, MOVING, map_captions_to_item_and_motion
+from dstrain.data.open import find_path_before_encoding
 from dstrain.data.source import Source
 from dstrain.distributed import group
 from dstrain.distributed.progress import Bar, get_phases
@@ -109,11 +109,11 @@ class Stories(Drawn):
             system.num_frames
             and system.takes_texts
             and system.takes_pictures
-            and find_original_path(run.data) == MOVING
+            and find_path_before_encoding(run.data) == MOVING
         ):
             raise ConfigError(
                 f"--metrics scenes tells stories of {MOVING}, and {options.folder}, a {run.system} of "
-                f"{find_original_path(run.data)}, does not draw those from texts: choose other metrics"
+                f"{find_path_before_encoding(run.data)}, does not draw those from texts: choose other metrics"
             )
         self.num, self.prompts = options.num or 250, None
         self.length = choose_clip_length(system, self.samples.num_frames, options.prime_frames, True)
@@ -128,7 +128,7 @@ class Stories(Drawn):
         """Draws all stories, and sums their scores over stories and ranks. Returns float64 (6, scenes): six scores of
         each scene, see metrics/clips.py.
         """
-        options, texts, size = self.options, [*map_captions_to_labels()], min(self.options.batch, self.num)
+        options, texts, size = self.options, [*map_captions_to_item_and_motion()], min(self.options.batch, self.num)
         request, _ = make_sampling_request_and_captions(
             self.samples,
             self.system,

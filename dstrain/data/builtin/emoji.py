@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from dstrain.data.cached.embeddings import read_builtin_caption_rows
+from dstrain.data.cached.embeddings import map_builtin_captions_to_rows
 from dstrain.data.decode.pixels import convert_mode, crop_center, to_tensor
 from dstrain.data.order import Order
 from dstrain.data.source import Item, Source
@@ -54,16 +54,16 @@ class Emoji(Source):
 
     def list_captions(self) -> list[str]:
         """Returns the caption of each picture, in the order of the samples."""
-        names = [*read_builtin_caption_rows()]
+        names = [*map_builtin_captions_to_rows()]
         return [names[row] for row in self.rows]
 
-    def find_row(self, index: int) -> int:
+    def find_row_of_sample(self, index: int) -> int:
         """Returns the row, in the table of all built-in pairs, of the sample at `index` of this split."""
         return int(self.rows[index])
 
     def name_sample(self, index: int) -> str:
         """Returns "builtin:emoji/ROW", where ROW is the sample's row in the table of all built-in pairs."""
-        return f"{EMOJI}/{self.find_row(index)}"
+        return f"{EMOJI}/{self.find_row_of_sample(index)}"
 
     def compute_fingerprint(self) -> str:
         return f"{EMOJI} {self.split} n={len(self)} crc={zlib.crc32(self.pictures.tobytes()):08x}"

@@ -34,7 +34,7 @@ def classify_shades(images: torch.Tensor) -> torch.Tensor:
     return ((pixels * item).sum(1) / item.sum(1).clamp(min=1) >= _LIGHT).long()
 
 
-def map_captions_to_labels() -> dict[str, tuple[int, int]]:
+def map_captions_to_item_and_shade() -> dict[str, tuple[int, int]]:
     """Returns {caption: (index into FASHION, index into SHADES)} of every caption of the built-in images, such as "a
     dark trouser"; all dark ones first.
     """
@@ -44,7 +44,7 @@ def map_captions_to_labels() -> dict[str, tuple[int, int]]:
 
 
 @cache
-def _unpack_split(split: str) -> tuple[bytes, np.ndarray]:
+def _decompress_images_and_labels(split: str) -> tuple[bytes, np.ndarray]:
     """Returns the images and labels of a split: 28 x 28 bytes for each image, and an array of class numbers. Keeps the
     result for later calls.
     """
@@ -72,8 +72,8 @@ class Fashion(Source):
 
     def __post_init__(self) -> None:
         splits = ("train", "held_out") if self.split == "all" else (self.split,)
-        pixels = b"".join(_unpack_split(split)[0] for split in splits)
-        self.labels = np.concatenate([_unpack_split(split)[1] for split in splits])
+        pixels = b"".join(_decompress_images_and_labels(split)[0] for split in splits)
+        self.labels = np.concatenate([_decompress_images_and_labels(split)[1] for split in splits])
         images = torch.frombuffer(bytearray(pixels), dtype=torch.uint8).view(-1, 28, 28)
         self.shades = classify_shades(images) if self.captioned else None
         if self.leave_out:

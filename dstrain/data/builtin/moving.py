@@ -143,7 +143,7 @@ def make_caption(name: str, motion: str) -> str:
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name} {motion}"
 
 
-def map_captions_to_labels() -> dict[str, tuple[int, int]]:
+def map_captions_to_item_and_motion() -> dict[str, tuple[int, int]]:
     """Returns {caption: (index into FASHION, index into MOTIONS)} of every caption of the built-in clips, motion by
     motion.
     """

@@ -7,7 +7,7 @@ from dstrain.data.cached.shards import ENCODED_ALIKE
 from dstrain.recipe import Codes, ConfigError, Data
 
 
-def fill_in_codes_from_cache(data: Data) -> Data:
+def fill_codes_entry_from_cache(data: Data) -> Data:
     """Returns a copy of the data section whose entry `codes` describes the cached latents or tokens at its path.
 
     Raises ConfigError as `Latents`, if sizes, channels, frames or flips of the section differ from the encoded ones, or

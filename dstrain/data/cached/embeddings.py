@@ -77,14 +77,16 @@ def read_encoder_fingerprint(path: str | Path) -> str | None:
     """Returns the fingerprint of the encoder that made the image embeddings in a folder, from its pairs.json. Returns
     "builtin:emoji-pairs" for the built-in pairs, None if pairs.json is missing or names no encoder.
     """
-    return BUILTIN if str(path) == BUILTIN else (read_pairs_plan(Path(path) / PLAN) or {}).get("image_encoder")
+    return (
+        BUILTIN if str(path) == BUILTIN else (read_pairs_json_if_intact(Path(path) / PLAN) or {}).get("image_encoder")
+    )
 
 
 def read_data_fingerprint(path: str | Path) -> str | None:
     """Returns the fingerprint of the images from which the embeddings in a folder were made, as its pairs.json holds
     it. Returns None if pairs.json is missing or holds no such fingerprint.
     """
-    return (read_pairs_plan(Path(path) / PLAN) or {}).get("data")
+    return (read_pairs_json_if_intact(Path(path) / PLAN) or {}).get("data")
 
 
 class Pairs(Source):
@@ -106,15 +108,15 @@ class Pairs(Source):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        item = self.stored.read_row(self._find_row(index))
+        item = self.stored.read_row(self._find_row_of_sample(index))
         if self.split != "train" and len(self) > 1:
-            other = self.stored.read_row(self._find_row((index + 1) % len(self)))
+            other = self.stored.read_row(self._find_row_of_sample((index + 1) % len(self)))
             item |= {f"other_{name}": other[name] for name in ("text_embed", "caption") if name in other}
         return item
 
     def name_sample(self, index: int) -> str:
         """Returns the name of a pair for messages: FILE[row]."""
-        return self.stored.tables["image_embed"].name_row(self._find_row(index))
+        return self.stored.tables["image_embed"].name_row(self._find_row_of_sample(index))
 
     def compute_fingerprint(self) -> str:
         return (
@@ -127,7 +129,7 @@ class Pairs(Source):
         names = [*self.stored.tables, *(["caption"] if self.stored.captions is not None else [])]
         return f"{len(self):,} of {len(self.stored):,} {self.noun}: {', '.join(names)}"
 
-    def _find_row(self, index: int) -> int:
+    def _find_row_of_sample(self, index: int) -> int:
         """Returns the row, in the tables of all pairs, of the sample at `index` of this split."""
         return (
             int(self.rows[index]) if self.rows is not None else self.permutation.find_sample_index(self.begin + index)
@@ -200,7 +202,7 @@ def _open_pairs_folder(root: Path) -> Stored:
             f"data.path={root} holds no embedding pairs: give a folder with img_emb/ and text_emb/ of "
             f".npy files (clip-retrieval's layout), or {BUILTIN}"
         )
-    if (root / PLAN).is_file() and not (read_pairs_plan(root / PLAN) or {}).get(
+    if (root / PLAN).is_file() and not (read_pairs_json_if_intact(root / PLAN) or {}).get(
         "complete"
     ):  # other tools write no plan
         raise ConfigError(
@@ -237,7 +239,7 @@ def _open_pairs_folder(root: Path) -> Stored:
     return Stored(tables, captions)
 
 
-def read_pairs_plan(path: Path) -> dict[str, Any] | None:
+def read_pairs_json_if_intact(path: Path) -> dict[str, Any] | None:
     """Returns the JSON object in a file pairs.json, in which `dstrain encode` notes what it makes; None if the file is
     missing or damaged.
     """
@@ -284,10 +286,10 @@ def _list_files_by_number(root: Path, folder: str, suffix: str) -> list[str]:
         return []
     names = [path.name for path in (root / folder).iterdir() if path.suffix == suffix and path.name[0] != "."]
 
-    def split_numbers(name: str) -> list[tuple[int, str]]:
+    def make_numeric_sort_key(name: str) -> list[tuple[int, str]]:
         return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
 
-    return [f"{folder}/{name}" for name in sorted(names, key=split_numbers)]
+    return [f"{folder}/{name}" for name in sorted(names, key=make_numeric_sort_key)]
 
 
 def _extract_last_name_part(name: str) -> str:
@@ -299,7 +301,7 @@ def _extract_last_name_part(name: str) -> str:
 
 
 def open_builtin_pairs() -> Stored:
-    """Returns the built-in pairs of embeddings. `read_builtin_caption_rows` says which caption each row belongs to."""
+    """Returns the built-in pairs of embeddings. `map_builtin_captions_to_rows` gives the caption of each row."""
     with np.load(_FILE) as file:
         tables = {}
         for key, name in (("image_embed", "image"), ("text_embed", "text")):
@@ -310,7 +312,7 @@ def open_builtin_pairs() -> Stored:
     return Stored(tables)
 
 
-def read_builtin_caption_rows() -> dict[str, int]:
+def map_builtin_captions_to_rows() -> dict[str, int]:
     """Returns {caption: row} of the built-in embedding pairs."""
     with np.load(_FILE) as file:
         captions = lzma.decompress(file["captions"].tobytes()).decode().split("\n")

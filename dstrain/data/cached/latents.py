@@ -76,7 +76,7 @@ class Latents(Source):
         self.index = {name: entry for name, entry in index.items() if name not in ("shards", "bad_files")}
         self.encoding: dict[str, Any] = index["encoding"]
         self.classes = tuple(index["classes"])
-        self.extras = _compute_extra_array_shapes(self.encoding)  # shapes of what an item has beside its codes
+        self.extras = _compute_array_shapes_besides_codes(self.encoding)  # shapes of what an item has beside its codes
         self.crops, self.num_captions = self.encoding.get("crops", 1), self.encoding.get("num_captions", 1)
         self.captioned = "caption" in self.extras
         if max(self.crops, self.num_captions) > 1:  # a number for the crop, and one for the caption
@@ -334,7 +334,7 @@ def _copy_rows_from_shards(shard_arrays: dict[int, np.ndarray], shards: np.ndarr
     return copy
 
 
-def _compute_extra_array_shapes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+def _compute_array_shapes_besides_codes(encoding: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Returns {name: shape} of what a shard holds of one sample besides its codes and its label, such as captions and
     text encodings.
     """

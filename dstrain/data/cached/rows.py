@@ -45,14 +45,14 @@ class Rows:
         return sum(self.lengths)
 
     @cached_property
-    def file_ends(self) -> np.ndarray:
+    def end_row_by_file(self) -> np.ndarray:
         """Returns for each file the number after its last row. Rows are numbered through all files."""
         return np.cumsum(self.lengths)
 
     def locate_row(self, row: int) -> tuple[int, int]:
         """Returns (number of the file that holds a row, number of the row within this file)."""
-        number = int(np.searchsorted(self.file_ends, row, side="right"))
-        return number, row - int(self.file_ends[number] - self.lengths[number])
+        number = int(np.searchsorted(self.end_row_by_file, row, side="right"))
+        return number, row - int(self.end_row_by_file[number] - self.lengths[number])
 
     def name_row(self, row: int) -> str:
         """Returns the name of a row for messages: FILE[number within the file]."""
@@ -124,7 +124,7 @@ class Table(Rows):
     def hash_file_ends_into(self, digest: Any) -> None:
         """Updates the hash object `digest` with each file's name, length, row shape, first row and last row."""
         for number, name in enumerate(self.names):
-            last = int(self.file_ends[number]) - 1
+            last = int(self.end_row_by_file[number]) - 1
             ends = b"".join(np.array(self[row]).tobytes() for row in (last + 1 - self.lengths[number], last))
             digest.update(f"{name} {self.lengths[number]} {self.shape} {zlib.crc32(ends)}\n".encode())
 

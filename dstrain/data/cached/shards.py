@@ -362,7 +362,7 @@ def has_encode_output(folder: Path) -> bool:
     return read_encoding_hash(folder / name_shard(0)) is not None
 
 
-def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
+def read_encoding_json_or_index(folder: Path) -> dict[str, Any] | None:
     """Returns the content of encoding.json in a folder. If that file is missing or damaged, returns {"encoding": ...}
     with the encoding in index.json. Returns None if index.json is missing or damaged, too.
     """
@@ -378,7 +378,7 @@ def read_earlier_encoding(folder: Path) -> dict[str, Any] | None:
         return None
 
 
-def list_foreign_names(folder: Path) -> list[str]:
+def list_entries_not_from_encode(folder: Path) -> list[str]:
     """Returns the sorted names of a folder's entries, without those that `dstrain encode` uses if it has written into
     this folder. Leaves out hidden entries.
     """

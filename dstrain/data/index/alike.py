@@ -41,7 +41,7 @@ def require_same_data_on_machines(layout: Layout, index: Index, read_stats: Call
         _require_equal_on_machines(
             layout.root,
             f"{layout.request.key}={layout.root}",
-            lambda: _describe_files(layout, index, read_stats()),
+            lambda: _describe_files_for_comparison(layout, index, read_stats()),
             lambda expected, found: _describe_first_difference(layout, index, expected, found),
         )
 
@@ -95,7 +95,7 @@ def _identify_machine_and_folder(root: str) -> tuple[Any, ...]:
         return socket.gethostname(), os.path.abspath(root)
 
 
-def _describe_files(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
+def _describe_files_for_comparison(layout: Layout, index: Index, stats: list[Any]) -> dict[str, Any]:
     """Returns a description of the data's files on this machine, for a comparison with rank 0's.
 
     "watched": the argument `stats`.
@@ -142,8 +142,8 @@ def _describe_first_difference(
 ) -> str | None:
     """Returns in words the first difference between this machine's files and rank 0's; None if there is none.
 
-    expected, found: the results of `_describe_files` on rank 0 and here. If each sample is a file of its own, and only
-    the entries "watched" differ, lists the data anew and compares every sample.
+    expected, found: the results of `_describe_files_for_comparison` on rank 0 and here. If each sample is a file of
+    its own, and only the entries "watched" differ, lists the data anew and compares every sample.
     """
     for name, (size, ends) in expected["files"].items():
         own_size, own_ends = found["files"].get(name, (-1, ""))

@@ -31,7 +31,7 @@ from dstrain.data.formats import open_data_files, recognise_layout
 from dstrain.data.formats.base import Layout, Request
 from dstrain.data.index.alike import require_same_data_on_machines
 from dstrain.data.index.columns import ELSEWHERE, Columns
-from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_sealed_json
+from dstrain.data.index.index import CHUNK, VERSION, WATCHED, Index, read_json_if_intact
 from dstrain.disk import atomic, lines, sealed
 from dstrain.distributed import group
 from dstrain.distributed.environment import make_cache_folder
@@ -70,7 +70,9 @@ def open_index(
             "FOLDER, a folder that all machines share"
         )
     if group.world() > 1:
-        watched = group.broadcast_from_first(_list_watched_files(layout, index) if group.rank() == 0 else None)
+        watched = group.broadcast_from_first(
+            _read_or_choose_watched_files(layout, index) if group.rank() == 0 else None
+        )
         require_same_data_on_machines(layout, index, lambda: _read_file_stats(layout, watched))
     return layout, index
 
@@ -203,7 +205,7 @@ def _open_index_if_current(
     print_changes: True to print what has changed, if the caller makes the index anew after None.
     """
     index = Index.open(folder)
-    watched = index and read_sealed_json(folder / WATCHED)
+    watched = index and read_json_if_intact(folder / WATCHED)
     if not watched:
         return None
     if not index.matches_checksums_if_small():
@@ -259,11 +261,11 @@ def _choose_files_to_watch(layout: Layout) -> list[str]:
     return [*names, *(f"{key}{path}" for key, path in lists if path is not None)]
 
 
-def _list_watched_files(layout: Layout, index: Index) -> list[str]:
+def _read_or_choose_watched_files(layout: Layout, index: Index) -> list[str]:
     """Returns the names of the files and folders to watch: if one of them changes, the index is outdated. Reads the
     names that are stored with an index on a disk; for an index in memory, chooses them now.
     """
-    watched = None if index.folder is None else read_sealed_json(index.folder / WATCHED)
+    watched = None if index.folder is None else read_json_if_intact(index.folder / WATCHED)
     return _choose_files_to_watch(layout) if watched is None else watched["names"]
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from dstrain.data.files.listing import join_first
 from dstrain.data.formats.base import Layout, Sample
 from dstrain.data.formats.no_samples import make_no_samples_error
-from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_columns, hash_name
+from dstrain.data.index.index import CHUNK, COLUMNS, HEADER, VERSION, Index, hash_name, hash_names_and_other_columns
 from dstrain.data.index.verified import write_checksums_beside
 from dstrain.disk import atomic, sealed
 from dstrain.disk.texts import parse_whole_number
@@ -190,7 +190,7 @@ class Columns:
             else:
                 columns[name] = np.memmap(folder / f"{name}.bin", dtype or np.uint8, "r")
         classes, counts = self._renumber_labels_and_count_classes(layout, columns)
-        names, rest = hash_columns(columns, self.number)
+        names, rest = hash_names_and_other_columns(columns, self.number)
         header = {
             "version": VERSION,
             "layout": type(layout).__name__,

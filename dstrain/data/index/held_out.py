@@ -21,7 +21,7 @@ class Members:
 
     def __init__(self, number: int, held_out: float, split: str) -> None:
         self.number, self.held_out, self.split = number, held_out, split
-        self.ends = _cumulate_member_counts(number, held_out, split)
+        self.ends = _cumulate_member_counts_by_block(number, held_out, split)
 
     def __len__(self) -> int:
         return int(self.ends[-1]) if len(self.ends) else 0
@@ -47,7 +47,7 @@ def _are_held_out(numbers: np.ndarray, share: float) -> np.ndarray:
     return (rng.uniform(rng.keys_of_seeds(torch.from_numpy(numbers)), "held_out") < share).numpy()
 
 
-def _cumulate_member_counts(number: int, share: float, split: str) -> np.ndarray:
+def _cumulate_member_counts_by_block(number: int, share: float, split: str) -> np.ndarray:
     """Returns cumulative counts int64 (blocks,). The numbers 0 .. number - 1 are divided into blocks of 128; a count
     says how many of the numbers up to the end of a block are members of the split. Caches the counts of the last
     `number` and `share`.

@@ -76,7 +76,7 @@ class Index:
         """Opens the index in a folder. Returns None if there is none, if its header is damaged or of another version,
         or if a column has a wrong size. Values are checked only when they are read.
         """
-        header = read_sealed_json(folder / HEADER)
+        header = read_json_if_intact(folder / HEADER)
         if header is None or header.get("version") != VERSION:
             return None
         columns: dict[str, Any] = {}
@@ -192,7 +192,7 @@ class Index:
         """Writes the splits "train" and "held_out" to a subfolder of the index's folder. The index must be on a disk.
         Replaces old files and does not overwrite them, since other processes may have mapped them.
         """
-        folder, header = self._name_splits_folder(held_out, leave_out), {"index": self._make_identity()}
+        folder, header = self._name_splits_folder(held_out, leave_out), {"index": self._join_column_hashes()}
         left_out = np.zeros(len(leave_out), np.int64)
         folder.mkdir(exist_ok=True)
         names = {split: blake2b(digest_size=8) for split in SPLITS}
@@ -219,8 +219,8 @@ class Index:
         wrong size, or belong to another index.
         """
         folder, dtype = self._name_splits_folder(held_out, leave_out), np.dtype(_choose_row_dtype(self))
-        header = read_sealed_json(folder / HEADER)
-        if header is None or header.get("index") != self._make_identity():
+        header = read_json_if_intact(folder / HEADER)
+        if header is None or header.get("index") != self._join_column_hashes():
             return None
         splits = {}
         for split in SPLITS:
@@ -259,7 +259,7 @@ class Index:
         """
         return int(self._columns[name][index]) if name in self._columns else COLUMNS[name][1]
 
-    def _make_identity(self) -> str:
+    def _join_column_hashes(self) -> str:
         """Returns the hashes of the index's columns, joined as one text. Two indices are of the same samples if these
         texts are equal.
         """
@@ -271,7 +271,7 @@ class Index:
         """
         if self.folder is None:
             return self.__dict__
-        return {"folder": self.folder, "identity": self._make_identity()}
+        return {"folder": self.folder, "identity": self._join_column_hashes()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -283,7 +283,7 @@ class Index:
         if name.startswith("__") or "header" in self.__dict__ or self.__dict__.get("folder") is None:
             raise AttributeError(name)
         index = Index.open(self.folder)
-        if index is None or index._make_identity() != self.__dict__["identity"]:
+        if index is None or index._join_column_hashes() != self.__dict__["identity"]:
             fault = "is not to be seen from here" if index is None else "was made anew meanwhile, of other data"
             raise ConfigError(
                 f"the index of the data at {self.folder} {fault}: name a folder that all machines share, "
@@ -293,7 +293,7 @@ class Index:
         return getattr(self, name)
 
 
-def hash_columns(columns: dict[str, Any], num_samples: int) -> tuple[str, str]:
+def hash_names_and_other_columns(columns: dict[str, Any], num_samples: int) -> tuple[str, str]:
     """Returns two hashes as hexadecimal text: one of all names and labels, and one of all other columns, or "" if there
     are none.
 
@@ -379,7 +379,7 @@ def _make_split(index: Index, members: np.ndarray, digest: Any) -> Split:
     return Split(len(members), members, counts.tolist(), digest.hexdigest())
 
 
-def read_sealed_json(path: Path) -> dict[str, Any] | None:
+def read_json_if_intact(path: Path) -> dict[str, Any] | None:
     """Returns the content of a JSON file with a hash of itself (disk/sealed.py); None if it cannot be read or was
     altered.
     """

@@ -47,7 +47,7 @@ class Indexed(Source):
         self.split, self._held_out = split, held_out
         self.prefetches = layout.files.far
         self.path = Path(layout.root)
-        self.where, self.check = f"{layout.request.key}={layout.root}", _make_check_command(layout)
+        self.where, self.check = f"{layout.request.key}={layout.root}", _compose_index_check_command(layout)
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
             if unknown := [name for name in index.classes if name not in set(classes)]:
@@ -83,9 +83,9 @@ class Indexed(Source):
         return self.chosen.number
 
     def name_sample(self, index: int) -> str:
-        return self.index.read_name(self.find_row(index))
+        return self.index.read_name(self.find_row_of_sample(index))
 
-    def find_row(self, index: int) -> int:
+    def find_row_of_sample(self, index: int) -> int:
         """Returns the row of the index that holds sample `index` of this split. Raises IndexError if there is no such
         sample.
         """
@@ -106,7 +106,7 @@ class Indexed(Source):
         return np.concatenate([labels for _, labels in self._iterate_rows_and_labels()])
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None) -> None:
-        self.layout.prefetch(self.index.read_place(self.find_row(sample)) for sample in index.tolist())
+        self.layout.prefetch(self.index.read_place(self.find_row_of_sample(sample)) for sample in index.tolist())
 
     def describe_samples(self) -> str:
         remarks = filter(
@@ -173,37 +173,37 @@ class Indexed(Source):
         """
         return len(self) if self.index.single else len(self.layout.list_partitions())
 
-    def _iterate_file_names(self, numbers: Sequence[int]) -> Iterator[list[str]]:
+    def _iterate_file_names(self, file_numbers: Sequence[int]) -> Iterator[list[str]]:
         """Yields the names of the files with these numbers, as lists of at most 65,536. A file is one sample, or, if
         files hold several samples, a partition of the layout, such as a shard.
         """
         pieces = [] if self.index.single else self.layout.list_partitions()
-        for start in range(0, len(numbers), CHUNK):
-            some = numbers[start : start + CHUNK]
+        for start in range(0, len(file_numbers), CHUNK):
+            some = file_numbers[start : start + CHUNK]
             yield [self.name_sample(int(number)) if self.index.single else pieces[number] for number in some]
 
-    def _compute_files_fingerprint(self, numbers: Sequence[int]) -> str:
+    def _compute_files_fingerprint(self, file_numbers: Sequence[int]) -> str:
         """Returns "bytes=SUM contents=HASH" for the files with these numbers. SUM is the sum of their sizes, in which
         -1 stands for an unknown size. HASH is a hash of all these sizes and of the result of `_hash_texts`.
 
         Modification times do not count, so a copy of the data gives the same result.
         """
         total, digest = 0, blake2b(digest_size=8)
-        for names in self._iterate_file_names(numbers):
+        for names in self._iterate_file_names(file_numbers):
             sizes = np.fromiter(map_in_threads(partial(count_file_bytes, self.layout), names), np.int64, len(names))
             total += int(sizes.sum())
             digest.update(sizes.tobytes())
-        digest.update(self._hash_texts(numbers))
+        digest.update(self._hash_texts(file_numbers))
         return f"bytes={total} contents={digest.hexdigest()}"
 
-    def _hash_texts(self, numbers: Sequence[int]) -> bytes:
+    def _hash_texts(self, file_numbers: Sequence[int]) -> bytes:
         """Returns the hash of all columns of the index except names and labels, such as captions and sizes; b"" if
-        there are no such columns. Subclasses may instead hash the captions in the files with these `numbers`.
+        there are no such columns. Subclasses may instead hash the captions in the files with these `file_numbers`.
         """
         return self.index.rest.encode()
 
 
-def _make_check_command(layout: Layout) -> str:
+def _compose_index_check_command(layout: Layout) -> str:
     """Returns the shell command `dstrain index ... --check`, which lists the samples of these data that cannot be
     read.
     """

@@ -97,7 +97,7 @@ class Verified:
             self._seen[block] = 1
 
     def __reduce__(self) -> tuple:
-        return open_shared_column, (self._path, self._dtype, len(self._view))
+        return open_previously_checked_column, (self._path, self._dtype, len(self._view))
 
 
 def open_column_if_intact(path: Path, dtype: Any, size: int) -> Verified | None:
@@ -111,7 +111,7 @@ def open_column_if_intact(path: Path, dtype: Any, size: int) -> Verified | None:
     return column if column.matches_checksums_if_small() else None
 
 
-def open_shared_column(path: Path, dtype: Any, size: int) -> Verified:
+def open_previously_checked_column(path: Path, dtype: Any, size: int) -> Verified:
     """Returns the column in a file of `size` bytes that this or another process has already checked. Its blocks are
     checked again when they are read.
 

@@ -19,9 +19,14 @@ from torch import Tensor
 
 from dstrain.data.bucket_order import BucketOrder, choose_buckets, compute_upscale_factors
 from dstrain.data.index.build import make_index_files_once
-from dstrain.data.index.index import CHUNK, HEADER, read_sealed_json
+from dstrain.data.index.index import CHUNK, HEADER, read_json_if_intact
 from dstrain.data.index.source import Indexed
-from dstrain.data.index.verified import Verified, open_column_if_intact, open_shared_column, write_checksums_beside
+from dstrain.data.index.verified import (
+    Verified,
+    open_column_if_intact,
+    open_previously_checked_column,
+    write_checksums_beside,
+)
 from dstrain.data.source import Chance, Item, Source
 from dstrain.data.sources.images import Images
 from dstrain.data.sources.sizes import measure_clip_frame_counts, measure_image_sizes
@@ -45,7 +50,7 @@ class Bucketed(Remade):
     many samples each bucket has ("counts"), and what `choose_buckets` counts.
     """
 
-    shape_ends: tuple[int, ...] = ()  # behind the last sample of each bucket
+    end_index_by_shape: tuple[int, ...] = ()  # behind the last sample of each bucket
 
     def __init__(self, whole: Indexed, shapes: tuple, table: Verified, rule: Any) -> None:
         super().__init__(whole)
@@ -59,11 +64,11 @@ class Bucketed(Remade):
         self.header = group.broadcast_from_first(
             _read_header_if_intact(folder, self.dtype) if group.rank() == 0 else None
         )
-        self.members = open_shared_column(
+        self.members = open_previously_checked_column(
             folder / _MEMBERS, self.dtype, _compute_members_file_size(self.header, self.dtype)
         )
         self.counts = tuple(self.header["counts"])
-        self.shape_ends = tuple(np.cumsum(self.counts).tolist())
+        self.end_index_by_shape = tuple(np.cumsum(self.counts).tolist())
 
     @abstractmethod
     def choose_buckets(self, measures: np.ndarray, counts: dict[str, Any]) -> tuple[np.ndarray, np.ndarray | None]:
@@ -71,23 +76,23 @@ class Bucketed(Remade):
         to leave out, bool (n,), or None if none.
 
         measures   n rows of the table of measures, such as width and height, one row for each sample.
-        counts     a dict, which `describe_left_out_and_altered` shows. The counts of these samples are added to it.
+        counts     a dict, which `describe_omitted_and_altered_samples` shows. Adds the counts of these samples.
         """
 
     def __len__(self) -> int:
-        return self.shape_ends[-1]
+        return self.end_index_by_shape[-1]
 
-    def map_index(self, index: int | Tensor) -> int | Tensor:
+    def find_index_in_whole(self, index: int | Tensor) -> int | Tensor:
         """Returns the index in `whole` of the sample at `index` of this source."""
         return int(self.members[int(index)])
 
     def find_bucket_shape(self, index: int) -> Any:
         """Returns the shape of a sample's bucket, an entry of `shapes`."""
-        return self.shapes[int(np.searchsorted(self.shape_ends, index, side="right"))]
+        return self.shapes[int(np.searchsorted(self.end_index_by_shape, index, side="right"))]
 
     def read(self, index: int, random_number: Chance | None = None) -> Item:
         """Reads one sample in the shape of its bucket."""
-        return self.whole.read(self.map_index(index), random_number, self.find_bucket_shape(index))
+        return self.whole.read(self.find_index_in_whole(index), random_number, self.find_bucket_shape(index))
 
     def make_sample_order(self, global_batch: int, seed: int) -> BucketOrder:
         """Returns the order in which training takes the samples: each global batch from one bucket."""
@@ -106,7 +111,7 @@ class Bucketed(Remade):
                 self.whole.describe_samples(),
                 f"in {len(full)} of {len(self.shapes)} buckets of {least:,} "
                 f"({self.describe_shape(small)}) to {most:,} ({self.describe_shape(large)})",
-                *self.describe_left_out_and_altered(),
+                *self.describe_omitted_and_altered_samples(),
             ]
         )
 
@@ -115,7 +120,7 @@ class Bucketed(Remade):
         """Returns an entry of `shapes` in words, such as "320 x 192"."""
 
     @abstractmethod
-    def describe_left_out_and_altered(self) -> list[str]:
+    def describe_omitted_and_altered_samples(self) -> list[str]:
         """Returns phrases for people about samples that were left out or altered; [] if there are none."""
 
 
@@ -151,7 +156,7 @@ class Sized(Bucketed):
         """Returns a bucket's shape in words, such as "320 x 192"."""
         return "{} x {}".format(*shape)
 
-    def describe_left_out_and_altered(self) -> list[str]:
+    def describe_omitted_and_altered_samples(self) -> list[str]:
         """Returns phrases about how many images are left out and how many are enlarged; [] if none are."""
         left_out, enlarged = self.header["left_out"], self.header["enlarged"]
         words = [f"{left_out:,} left out by data.max_upscale"] if left_out else []
@@ -199,7 +204,7 @@ class Timed(Bucketed):
         """Returns a bucket's shape in words, such as "17 frames"."""
         return f"{shape} frame{'s' * (shape != 1)}"
 
-    def describe_left_out_and_altered(self) -> list[str]:
+    def describe_omitted_and_altered_samples(self) -> list[str]:
         """Returns phrases about how many clips cannot be read and how many are too short; [] if none are."""
         short, unread, least = self.header["short"], self.header["unread"], self.describe_shape(self.shapes[-1])
         words = [f"{unread:,} left out, which cannot be read"] if unread else []
@@ -219,7 +224,7 @@ def _read_header_if_intact(folder: Path, dtype: str) -> dict[str, Any] | None:
     """Returns the content of index.json in a folder that `_write_buckets` has written. Returns None if index.json or
     members.bin is missing or damaged.
     """
-    header = read_sealed_json(folder / HEADER)
+    header = read_json_if_intact(folder / HEADER)
     return (
         header
         if header and open_column_if_intact(folder / _MEMBERS, dtype, _compute_members_file_size(header, dtype))

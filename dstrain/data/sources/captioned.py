@@ -71,13 +71,13 @@ class Captioned(Images):
             digest.update(b"".join(self.index.read_names(start, min(start + CHUNK, len(self)))))
         return f"captioned n={len(self)} names={digest.hexdigest()}"
 
-    def _hash_texts(self, numbers: range) -> bytes:
+    def _hash_texts(self, file_numbers: range) -> bytes:
         """Returns a hash of captions. If they are in text files beside the images, reads those of the samples
-        `numbers`; for other data takes the hash from the index, as any source does.
+        `file_numbers`; for other data takes the hash from the index, as any source does.
         """
         if not isinstance(self.layout, Beside):
-            return super()._hash_texts(numbers)
-        return hash_captions_beside(self.path, self._iterate_file_names(numbers))
+            return super()._hash_texts(file_numbers)
+        return hash_captions_beside(self.path, self._iterate_file_names(file_numbers))
 
 
 def hash_captions_beside(root: Path, files: Iterable[list[str]]) -> bytes:

@@ -27,7 +27,9 @@ class Embedded(Remade):
         """Reads an image with its embedding, without its caption."""
         item = self.whole.read(index, random_number)
         item.pop("caption", None)
-        return item | {"image_embed": self.stored.read_row_of_table("image_embed", self.whole.find_row(index))}
+        return item | {
+            "image_embed": self.stored.read_row_of_table("image_embed", self.whole.find_row_of_sample(index))
+        }
 
     def prefetch(self, index: Tensor, mirrored: Tensor | None = None, random_number: Tensor | None = None) -> None:
         """Begins to read the images that a later `read_batch` needs."""

@@ -145,7 +145,7 @@ class Images(Indexed):
         random_number: chooses the crop, if it is random, and one of several captions; see Source.read. None takes the
         centre crop and the first caption. shape: (width, height) in pixels; None for a square of image_size.
         """
-        row = self.find_row(index)
+        row = self.find_row_of_sample(index)
         place = self.index.read_place(row)
         *numbers, choice = random_number if isinstance(random_number, list) else [random_number or 0.0]
         with convert_errors_to_bad_sample(place.name, self.path / place.name):
@@ -161,17 +161,17 @@ class Images(Indexed):
 
     def read_captions(self, index: int) -> tuple[str, ...]:
         """Returns all captions of a sample, from the index."""
-        return self.index.read_captions(self.find_row(index))
+        return self.index.read_captions(self.find_row_of_sample(index))
 
-    def _decode_and_crop(self, place: Place, width: int, height: int, numbers: list[float] | None) -> Item:
+    def _decode_and_crop(self, place: Place, width: int, height: int, random_numbers: list[float] | None) -> Item:
         """Returns the entry "image" of an item and, if `sizes` is set, "size" (of the image and its crop) and "right"
         (pixels to the right of the crop); see the module's docstring.
 
-        numbers: random numbers in [0, 1) for a random crop; None: the centre crop
+        random_numbers: numbers in [0, 1) for a random crop; None: the centre crop
         """
         file, upright = fetch_encoded_file(self.layout, place), self.layout.request.upright
         image = decode_uncropped_image(file, self.channels, (width, height) if self.draft else None, upright)
-        cut = self.crop(image, width, height, numbers)
+        cut = self.crop(image, width, height, random_numbers)
         if not self.sizes:
             return {"image": to_tensor(cut.image)}
         size = torch.tensor([image.height, image.width, cut.top, cut.left, height, width])

@@ -24,7 +24,7 @@ from dstrain.data.index.verified import (
     Verified,
     map_file,
     open_column_if_intact,
-    open_shared_column,
+    open_previously_checked_column,
     write_checksums_beside,
 )
 from dstrain.data.source import BadSample, convert_errors_to_bad_sample
@@ -89,7 +89,7 @@ def _open_or_measure_table(
     path, dtype = index.folder / f"{name}.bin", np.dtype((np.int32, (width,)))
     found = partial(open_column_if_intact, path, dtype, len(index) * dtype.itemsize)
     make_index_files_once(index, found, lambda: _measure_and_write_table(path, layout, index, dtype, measure, chunk))
-    return open_shared_column(path, dtype, len(index) * dtype.itemsize)
+    return open_previously_checked_column(path, dtype, len(index) * dtype.itemsize)
 
 
 def _measure_and_write_table(

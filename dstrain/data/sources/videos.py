@@ -133,7 +133,7 @@ class Videos(Indexed):
         random_number: a number in [0, 1) that chooses where in a longer video the clip begins; None takes the middle.
         frames: the length of the clip; None for that of `cut`.
         """
-        row, cut = self.find_row(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
+        row, cut = self.find_row_of_sample(index), replace(self.cut, num_frames=frames or self.cut.num_frames)
         place = self.index.read_place(row)
         with convert_errors_to_bad_sample(place.name, self.path / place.name):
             file = self.layout.read(place)
@@ -147,7 +147,7 @@ class Videos(Indexed):
 
     def read_captions(self, index: int) -> tuple[str, ...]:
         """Returns the caption of a clip as a tuple of one, () if it has none."""
-        row = self.find_row(index)
+        row = self.find_row_of_sample(index)
         caption = self._read_caption(row, self.path / self.index.read_name(row))
         return () if caption is None else (caption,)
 
@@ -178,10 +178,10 @@ class Videos(Indexed):
         """
         return (
             f"videos {self.split} n={len(self)} classes={len(self.classes)} captions={self.captions_from} "
-            f"names={self._hash_names_and_labels(self._iterate_listed_captions())}"
+            f"names={self._hash_names_and_labels(self._iterate_captions_from_captions_file())}"
         )
 
-    def _iterate_listed_captions(self) -> Iterable[bytes]:
+    def _iterate_captions_from_captions_file(self) -> Iterable[bytes]:
         """Yields all captions of the split's clips as UTF-8 bytes. Yields nothing if the captions are not in a captions
         file.
         """
@@ -204,19 +204,19 @@ class Videos(Indexed):
             "none": "no captions",
         }[self.captions_from]
 
-    def _hash_texts(self, numbers: Sequence[int]) -> bytes:
+    def _hash_texts(self, file_numbers: Sequence[int]) -> bytes:
         """Returns a hash of the captions: of all captions in a captions file, and of the text files beside the clips
-        `numbers`. For other layouts, returns the hash that any source takes from the index.
+        `file_numbers`. For other layouts, returns the hash that any source takes from the index.
         """
         if not isinstance(self.layout, Clips):
-            return super()._hash_texts(numbers)
+            return super()._hash_texts(file_numbers)
         texts, end = blake2b(), 0
-        for text in self._iterate_listed_captions():
+        for text in self._iterate_captions_from_captions_file():
             texts.update(text)
-        for text in self._iterate_listed_captions():
+        for text in self._iterate_captions_from_captions_file():
             end += len(text)
             texts.update(end.to_bytes(8, "little"))
-        for names in self._iterate_file_names(numbers) if self.captions_from == "beside" else ():
+        for names in self._iterate_file_names(file_numbers) if self.captions_from == "beside" else ():
             hash_captions_into(texts, self.path, names)
         return texts.digest()
 
@@ -261,17 +261,17 @@ class Mixed(Source):
         return replace(self, videos=videos, frames=1)
 
     @property
-    def shape_ends(self) -> tuple[int, ...]:
+    def end_index_by_shape(self) -> tuple[int, ...]:
         """Returns the index after the last sample of each shape. Images count as one more shape if they have a bucket
         of their own.
         """
-        return (len(self),) if self.frames is None else (*self.videos.shape_ends, len(self))
+        return (len(self),) if self.frames is None else (*self.videos.end_index_by_shape, len(self))
 
     def make_sample_order(self, global_batch: int, seed: int) -> Any:
         """Returns the order in which training takes the samples; with buckets, each global batch from one bucket."""
         if self.frames is None:
             return super().make_sample_order(global_batch, seed)
-        return BucketOrder(tuple(np.diff(self.shape_ends, prepend=0).tolist()), global_batch, seed)
+        return BucketOrder(tuple(np.diff(self.end_index_by_shape, prepend=0).tolist()), global_batch, seed)
 
     def make_single_shape_view(self) -> Source:
         """Returns a source of the same samples in which nothing is sorted into buckets."""

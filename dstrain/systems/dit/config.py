@@ -13,7 +13,7 @@ from dstrain.diffusion.schedule import make_betas
 from dstrain.encoders import autoencoder
 from dstrain.encoders.frozen import is_available_offline
 from dstrain.encoders.precision import find_precision_problem
-from dstrain.encoders.reader import Reader, ReadsTexts, get_text_fields_of_cache, replace_text_encoder
+from dstrain.encoders.reader import Reader, ReadsTexts, derive_text_fields_from_cache, replace_text_encoder
 from dstrain.nn.lora import list_lora_conflicts
 from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.shapes import require_divisible_sides
@@ -165,7 +165,7 @@ class Config(Fields):
                     f"{given[0]}: with condition=label no text is read; leave it out, or set condition=text"
                 )
             return
-        self.require_encodings_dim()
+        self.require_text_encodings_dim()
         if self.text_projection != "linear" and self.text_encodings_dim is None:
             raise ConfigError(
                 f"text_projection: {self.text_projection} maps states of a text encoder, and hashed words have a table "
@@ -214,7 +214,7 @@ class Config(Fields):
             codes = {name: getattr(index, name) for name in ("shape", "scaling_factor", "first_stage")}
             if model.get("condition") == "text":
                 codes |= {"text": index.text, "text_encoder": index.text_encoder}
-                from_data |= get_text_fields_of_cache(model, index)
+                from_data |= derive_text_fields_from_cache(model, index)
             from_data["in_channels"] = index.shape[0]
             if isinstance(first_stage, dict):
                 first_stage = {"factor": max(run.data.image_size // index.shape[1], 1), **first_stage}

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dstrain.encoders.frozen import is_available_offline
-from dstrain.encoders.reader import ReadsTexts, get_text_fields_of_cache, replace_text_encoder
+from dstrain.encoders.reader import ReadsTexts, derive_text_fields_from_cache, replace_text_encoder
 from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
 from dstrain.systems.base import SystemConfig, list_indivisible_counts
 from dstrain.systems.beginnings import require_valid_cut_shares
@@ -133,7 +133,7 @@ class Config(SystemConfig, ReadsTexts):
         if min(self.token_shape) < 1:
             raise ConfigError(f"token_shape {list(self.token_shape)}: latent frames, height and width are 1 at least")
         require_valid_cut_shares("beginnings", self.beginnings, self.token_shape[0])
-        self.require_encodings_dim()
+        self.require_text_encodings_dim()
         if self.unconditional and (self.text_encoder or self.text_encodings_dim):
             raise ConfigError(
                 "unconditional: the model reads no texts, and text_encoder or text_encodings_dim is "
@@ -236,7 +236,7 @@ class Config(SystemConfig, ReadsTexts):
             if codes.codebook_size:
                 added["codebook_size"] = codes.codebook_size
             if not model.get("unconditional"):
-                added |= get_text_fields_of_cache(model, codes)
+                added |= derive_text_fields_from_cache(model, codes)
         # Always from the index of these data: a section that a run wrote down may be of another cache.
         index = codes.model_dump(include=set(Codes.model_fields)) if cached else None
         return added | model | {"codes": index} | ({"tokenizer": stage} if stage else {})

@@ -17,7 +17,7 @@ from dstrain.data.decode.clips import Cut, read_clip
 from dstrain.data.decode.pixels import SUFFIXES, decode_uncropped_image
 from dstrain.data.formats.base import Request
 from dstrain.data.index.build import open_index
-from dstrain.data.open import make_data_request
+from dstrain.data.open import make_listing_request
 from dstrain.data.sources.images import open_images
 from dstrain.data.sources.sizes import measure_image_sizes
 from dstrain.recipe import Data, Run
@@ -180,7 +180,7 @@ def test_older_runs_keep_theirs(tmp_path):
     def upright(path) -> bool:
         return recipe.load_recipe(path).data.upright
 
-    assert Run().data.upright and upright(tmp_path / "recipe.yaml") and make_data_request(Data()).upright
+    assert Run().data.upright and upright(tmp_path / "recipe.yaml") and make_listing_request(Data()).upright
     run = recipe.load_recipe(tmp_path / "recipe.yaml")
     assert complete_and_check_recipe(run)[0].data.upright
     assert yaml.safe_load(recipe.dump_run(run))["data"]["upright"] is True

@@ -124,8 +124,10 @@ def require_one_order(source: Images, kinds: tuple[tuple[int, int], ...] = _KIND
         other = taken(world, num_workers)
         assert all(torch.equal(expected[name], other[name]) for name in expected), (world, num_workers)
     stream = _Stream(source, Order(len(source), 5), 2048, 5, True)
-    whole = stream._find_indices_and_keys(range(2048, 4096))[0]
-    ranks = [stream._find_indices_and_keys(range(2048 + rank * 2, 2048 + rank * 2 + 2))[0] for rank in range(1024)]
+    whole = stream._find_sample_indices_and_keys(range(2048, 4096))[0]
+    ranks = [
+        stream._find_sample_indices_and_keys(range(2048 + rank * 2, 2048 + rank * 2 + 2))[0] for rank in range(1024)
+    ]
     assert torch.equal(torch.cat(ranks), whole) and len(set(whole.tolist())) == 2048
 
 

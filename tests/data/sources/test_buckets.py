@@ -60,7 +60,7 @@ def test_samples(folder):
         assert item["label"] == "ab".index(source.name_sample(index)[0])
         names.append(source.name_sample(index))
     assert len(set(names)) == 40
-    for first, last in zip((0, *source.shape_ends), source.shape_ends):
+    for first, last in zip((0, *source.end_index_by_shape), source.end_index_by_shape):
         assert names[first:last] == sorted(names[first:last])
 
 
@@ -137,7 +137,7 @@ def test_a_broken_picture_is_replaced_by_one_of_its_shape(folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     source = opened(copy)[0]
-    ends = (0, *source.shape_ends)
+    ends = (0, *source.end_index_by_shape)
     for bucket in range(3):
         last = ends[bucket + 1] - 1
         whole = source[ends[bucket]]["image"]
@@ -168,7 +168,7 @@ def test_sizes_and_crops_of_a_batch(folder):
     the other side."""
     source = opened(folder, size_conditions=True)[0]
     index = torch.arange(len(source))
-    for first, last in zip((0, *source.shape_ends), source.shape_ends):
+    for first, last in zip((0, *source.end_index_by_shape), source.end_index_by_shape):
         plain = source.read_batch(index[first:last])[0]
         turned = source.read_batch(index[first:last], torch.ones(last - first, dtype=torch.bool))[0]
         assert "right" not in plain and torch.equal(plain["image"].flip(-1), turned["image"])

@@ -63,7 +63,7 @@ def test_samples(folder):
     """Oracle: by hand: the longest bucket that a clip fills; and the clip that is read without buckets, cut to as many
     frames from its middle."""
     source = opened(folder)[0]
-    assert source.shapes == (9, 5, 3) and source.counts == (5, 5, 5) and source.shape_ends == (5, 10, 15)
+    assert source.shapes == (9, 5, 3) and source.counts == (5, 5, 5) and source.end_index_by_shape == (5, 10, 15)
     for index in range(15):
         count = LENGTHS[number_of(source, index)]
         item, frames = source[index], BY_LENGTH[count]
@@ -157,7 +157,7 @@ def test_images_are_a_bucket_of_their_own(folder, tmp_path):
     pictures are those of the folder."""
     images = folder_of_images(tmp_path / "images", 2, 4)
     source = opened(folder, images=str(images), image_share=0.25)[0]
-    assert len(source) == 20 and source.shape_ends == (5, 10, 15, 20)
+    assert len(source) == 20 and source.end_index_by_shape == (5, 10, 15, 20)
     assert [source[index]["video"].shape[0] for index in (0, 5, 10, 15, 19)] == [9, 5, 3, 1, 1]
     assert {source.make_single_shape_view()[index]["video"].shape[0] for index in range(len(source))} == {9}
     assert source[15]["frames"] == 1 and source.name_sample(15) in {
@@ -167,7 +167,7 @@ def test_images_are_a_bucket_of_their_own(folder, tmp_path):
         [next(batches(source, rank, 2, 2).read_step(step))["video"].shape[1] for rank in range(2)] for step in range(4)
     ]
     assert all(len(set(ranks)) == 1 for ranks in steps) and sorted(ranks[0] for ranks in steps) == [1, 3, 5, 9]
-    assert opened(folder, images=str(images), held_out=0.5)[1].shape_ends[-1] < 15
+    assert opened(folder, images=str(images), held_out=0.5)[1].end_index_by_shape[-1] < 15
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ def test_builtin_emoji():
         item = unseen[index]
         assert torch.equal(
             item["image_embed"],
-            torch.from_numpy(open_builtin_pairs().tables["image_embed"][unseen.whole.find_row(index)]),
+            torch.from_numpy(open_builtin_pairs().tables["image_embed"][unseen.whole.find_row_of_sample(index)]),
         )
         assert item["image"].shape == (3, 32, 32) and item["image"].dtype == torch.uint8
     assert train.compute_fingerprint() != unseen.compute_fingerprint() and BUILTIN not in Emoji().compute_fingerprint()

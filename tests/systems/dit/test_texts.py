@@ -9,7 +9,7 @@ import torch
 from dstrain import rng, systems
 from dstrain.commands.encode import encode_data
 from dstrain.commands.options.encode import EncodeOptions
-from dstrain.data.builtin.fashion import FASHION, Fashion, map_captions_to_labels
+from dstrain.data.builtin.fashion import FASHION, Fashion, map_captions_to_item_and_shade
 from dstrain.data.cached.latents import Latents
 from dstrain.data.cached.rows import pack_caption
 from dstrain.data.open import fill_in_codes_entry
@@ -221,7 +221,7 @@ def test_what_is_cut_is_counted() -> None:
 def test_captions_of_the_built_in_images() -> None:
     """Oracle: the mean of the pixels above the background, by hand, and the labels; no other captions."""
     source = Fashion(28, 1, "train", captioned=True)
-    known, seen = map_captions_to_labels(), set()
+    known, seen = map_captions_to_item_and_shade(), set()
     for index in range(len(source)):
         pixels = source.images[index].double()
         light = pixels[pixels > 25].mean() >= 150
