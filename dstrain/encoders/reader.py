@@ -57,16 +57,16 @@ class ReadsTexts(Section):
         raise NotImplementedError
 
     @property
-    def has_null(self) -> bool:
+    def has_null_text(self) -> bool:
         """Returns whether the model has a null text: an input that means "no text", which guidance needs."""
         return self.reads_texts and getattr(self, self.null_field) > 0
 
     @property
     def learns_null_text(self) -> bool:
-        """Returns whether the null text (see `has_null`) is a learned token, rather than the encoding of an
+        """Returns whether the null text (see `has_null_text`) is a learned token, rather than the encoding of an
         empty text.
         """
-        return self.has_null
+        return self.has_null_text
 
     @property
     def cached_text_shape(self) -> tuple[int, int] | None:
@@ -207,7 +207,7 @@ class Reader:
         text, and also where `make_text_inputs` does.
         """
         empty = torch.tensor([not text.strip() for text in texts])
-        if empty.any() and not self.config.has_null:
+        if empty.any() and not self.config.has_null_text:
             raise ConfigError(
                 f"prompts: an empty text is the null text, and a model with {self.config.null_field} 0 has none; give "
                 "texts"
@@ -217,14 +217,14 @@ class Reader:
             inputs["text_mask"] = inputs["text_mask"] & ~empty[:, None]
         return inputs
 
-    def make_null_inputs(self, num: int) -> TextInputs:
+    def make_null_text_inputs(self, num: int) -> TextInputs:
         """Returns the text inputs of `num` samples without text, in whose place the network reads the null text. They
         are word ids 0, or encodings of zeros with a mask of False. Returns {} if the model reads no texts. Raises
         ConfigError if the model reads texts and has no null text.
         """
         if not self.config.reads_texts:
             return {}
-        if not self.config.has_null:
+        if not self.config.has_null_text:
             raise ConfigError(f"prompts: a model with {self.config.null_field} 0 draws for texts alone; give some")
         if self.config.text_encodings_dim is None:
             return {"words": torch.zeros(num, self.config.max_text_len, dtype=torch.int64)}

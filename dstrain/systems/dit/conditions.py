@@ -396,7 +396,7 @@ class Text(Condition):
         """
         example = self._replace_empty_texts(_make_text_arguments(self.reader.make_batch_inputs(batch)))
         # A model without a null text waits for the device here; others have something to read in any case.
-        if not self.reader.config.has_null and not example["text"].is_meta and not example["mask"].any(1).all():
+        if not self.reader.config.has_null_text and not example["text"].is_meta and not example["mask"].any(1).all():
             raise ConfigError(
                 "data: a caption has no words, or its text_mask no token, and a model with class_dropout_prob 0 has no "
                 "null text to read instead: give each sample a caption, or train with class_dropout_prob above 0"
@@ -407,7 +407,7 @@ class Text(Condition):
         return {"text": example["text"], "mask": example["text_mask"]}
 
     def make_arguments_from_request(self, request: Request) -> ForwardArguments:
-        inputs = select_text_inputs(request.conditions) or self.reader.make_null_inputs(len(request.seeds))
+        inputs = select_text_inputs(request.conditions) or self.reader.make_null_text_inputs(len(request.seeds))
         arguments = self._replace_empty_texts(
             _make_text_arguments(self.reader.make_batch_inputs({**inputs, "key": request.seeds}))
         )
@@ -432,7 +432,7 @@ class Text(Condition):
         the arguments unchanged if the null text is a learned token, or if the network has none.
         """
         config = self.reader.config
-        if config.learns_null_text or not config.has_null:
+        if config.learns_null_text or not config.has_null_text:
             return arguments
         text, mask = arguments["text"], arguments["mask"]
         empty = _make_text_arguments(self.reader.encode_empty_text(text.device))

@@ -275,7 +275,7 @@ class Config(Fields):
                 f"samples.labels={list(samples.labels)}: a model of texts knows no classes; give samples.prompts"
             )
         draws = run.every.sample and (self.first_stage is not None or self.codes is None)
-        if self.reads_texts and not self.has_null and draws and not samples.prompts:
+        if self.reads_texts and not self.has_null_text and draws and not samples.prompts:
             problems.append("samples.prompts: no null text to draw without, as class_dropout_prob=0; give prompts")
         if bool(self.embedding_dim) != (run.data.embeddings is not None):
             problems.append(

@@ -164,7 +164,7 @@ class Fields(SystemConfig, ReadsTexts):
         """Returns whether the null text, the input for no text, is a learned token rather than the encoding of an empty
         text.
         """
-        return self.has_null and self.null_text == "learned"
+        return self.has_null_text and self.null_text == "learned"
 
     def get_network_shape(self) -> dict[str, int]:
         """Returns patch_size, hidden_size, depth and num_heads by name: those of the preset that `size` names, or else

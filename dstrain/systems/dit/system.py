@@ -232,7 +232,7 @@ class DiTSystem(System):
                 f"labels: {list(labels)} mean nothing to a model of texts; leave them out, and give texts (--prompts "
                 "FILE, or samples.prompts)"
             )
-        return self.texts.make_null_inputs(num)
+        return self.texts.make_null_text_inputs(num)
 
     @property
     def takes_texts(self) -> bool:

@@ -255,7 +255,7 @@ class Config(SystemConfig, ReadsTexts):
         if there are none.
         """
         problems, samples = [], run.samples
-        if samples.guidance_scale != 1 and not self.has_null:
+        if samples.guidance_scale != 1 and not self.has_null_text:
             problems.append(
                 f"samples.guidance_scale={samples.guidance_scale} needs a model that was trained without "
                 "texts at times: write samples.guidance_scale=1, or model.cond_drop_prob=0.25"

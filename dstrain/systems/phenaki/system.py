@@ -220,7 +220,7 @@ class PhenakiSystem(System):
         """Returns bool (B,), True for samples whose text is dropped, drawn from the samples' keys with probability
         cond_drop_prob. Returns None if the model has no null text, so that none is dropped.
         """
-        return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null else None
+        return rng.uniform(example["key"], "drop") < self.config.cond_drop_prob if self.config.has_null_text else None
 
     def _run_maskgit(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[MaskGitOutput, Terms]:
         """Runs MaskGit on clips with masked tokens. Returns its MaskGitOutput, and the terms of each sample, (B,) each.
@@ -330,7 +330,7 @@ class PhenakiSystem(System):
         Raises ConfigError if T or K does not fit the model, if there is guidance without a null text, or no tokenizer.
         """
         config, device = self.config, request.seeds.device
-        if request.guidance_scale != 1 and not config.has_null:
+        if request.guidance_scale != 1 and not config.has_null_text:
             raise ConfigError(
                 "guidance_scale: this model has no null text, since it is unconditional or its "
                 "cond_drop_prob is 0; sample with guidance_scale 1"
@@ -355,7 +355,7 @@ class PhenakiSystem(System):
         """
         network, real = nets["maskgit"], request.conditions.get("real")
         text = self.texts.make_batch_inputs(
-            select_text_inputs(request.conditions) or self.texts.make_null_inputs(len(tokens))
+            select_text_inputs(request.conditions) or self.texts.make_null_text_inputs(len(tokens))
         )
         text = {name: value.to(tokens.device) for name, value in text.items()}
 
@@ -404,7 +404,7 @@ class PhenakiSystem(System):
                 f"labels: {list(labels)} mean nothing to phenaki, which knows no classes; leave them out"
                 + ("" if self.config.unconditional else ", and give texts (--prompts FILE)")
             )
-        return self.texts.make_null_inputs(num)
+        return self.texts.make_null_text_inputs(num)
 
     @property
     def takes_texts(self) -> bool:
