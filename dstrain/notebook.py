@@ -14,7 +14,7 @@ from dstrain.disk import owner
 from dstrain.distributed import group
 from dstrain.recipe import ConfigError, Run, trust
 from dstrain.runs import trained
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.sampling.draw import draw_all_samples, evaluate_held_out_batches
 from dstrain.sampling.requests import make_sampling_request_and_captions
 from dstrain.systems.base import System
@@ -140,7 +140,9 @@ def load(
     if exported:
         if raw or ema is not None or step is not None:
             raise ConfigError(f"{folder} is an export and holds one set of weights: leave out ema=, raw= and step=")
-        states = {part: state for part, (state, _) in read_adapted_weights(folder, system, system.averaged).items()}
+        states = {
+            part: state for part, (state, _) in read_weights_adapted_to_system(folder, system, system.averaged).items()
+        }
         networks, kinds = (
             trained.build_networks_from_states(system, states.items(), dtype, device),
             dict.fromkeys(states, "exported"),

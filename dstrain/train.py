@@ -31,7 +31,7 @@ from dstrain.nn.sequence import share_tokens_among_ranks
 from dstrain.recipe import NotSaved, Run, dump_run
 from dstrain.runs import folders, hosts
 from dstrain.runs.resume import Resume
-from dstrain.runs.weights import read_adapted_weights, write_part_weights
+from dstrain.runs.weights import read_weights_adapted_to_system, write_part_weights
 from dstrain.sampling.draw import evaluate_held_out_batches
 from dstrain.sampling.grids import draw_grids
 from dstrain.systems.base import System
@@ -117,7 +117,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
         except Stopped:  # before the step has changed anything
             training.saver.wait_for_save()
             if done != training.saver.newest:
-                save_and_measure_step(training, done, stop=True)
+                save_and_evaluate_if_due(training, done, stop=True)
             else:
                 training.saves.add_rollbacks_to_checkpoint(done)
             left = True
@@ -142,7 +142,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
             for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
         ):
             with throughput.exclude_time_of_block():
-                left = save_and_measure_step(training, done, stop)
+                left = save_and_evaluate_if_due(training, done, stop)
     if stop or left:
         training.stops.remove_stop_file()
         raise_if_data_problem(training, done)
@@ -151,11 +151,11 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
 
 def has_reason_to_stop(training: Training) -> bool:
     """Returns whether a stop is requested, the next step has no samples, or (on rank 0) the run's folder is lost."""
-    lost = group.rank() == 0 and hosts.has_lost_folder(training.run.directory)
+    lost = group.rank() == 0 and hosts.has_lost_folder_claim(training.run.directory)
     return lost or training.stops.is_requested() or training.batches.problem is not None
 
 
-def save_and_measure_step(training: Training, done: int, stop: bool) -> bool:
+def save_and_evaluate_if_due(training: Training, done: int, stop: bool) -> bool:
     """Saves the checkpoint and averages that are due after step `done` and, unless `stop`, draws and measures what is
     due. Returns True if a stop has interrupted that; the step is then saved. Raises NotSaved if the folder is gone.
     """
@@ -215,7 +215,7 @@ def finish_resumed_step(training: Training, done: int) -> bool:
     """Does what an earlier command has left undone after step `done`, from which the run resumes: draws, measures and
     saves averages, if that was due and the run's folder lacks the results. Returns True if a stop has interrupted this.
     """
-    held = training.tracker.find_written_results(done)
+    held = training.tracker.find_which_results_are_written(done)
     training.saves.averages.write_snapshot_if_due(done, done == training.run.steps, wait=True)
     return done > 0 and not draw_samples_and_measure_metrics(training, done, True, held)
 
@@ -241,27 +241,27 @@ def take_step(
     engines: Engines,
     batches: Batches,
     tracker: Any,
-    shift: int = 0,
+    num_dropped: int = 0,
     cast_vote: Callable[[], None] | None = None,
 ) -> dict[str, list[Tensor]]:
     """Takes one optimizer step of every part whose turn it is. Returns the losses of this rank's micro-batches by part.
 
-    The batch, and the noise and dropout of its samples, are those of `step + shift` (see Divergence.num_dropped); all
+    The batch, and the noise and dropout of its samples, are those of `step + num_dropped` (Divergence.num_dropped); all
     else depends on `step`. `cast_vote`, in which the ranks agree on what comes next, is called on the last micro-batch.
     """
     engines.begin_step(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []
     losses: dict[str, list[Tensor]] = {}
-    for micro, batch in enumerate(batches.read_step(step + shift)):  # batch["key"]: randomness belongs to a sample
+    for micro, batch in enumerate(batches.read_step(step + num_dropped)):  # batch["key"] sets a sample's randomness
         if micro:
             record_piece_of_work()
         if cast_vote and micro + 1 == batches.accumulation:
             cast_vote()
-        if shift:
-            batch["step"] = batch["step"] - shift  # for schedules of the system's own
+        if num_dropped:
+            batch["step"] = batch["step"] - num_dropped  # for schedules of the system's own
         with torch.no_grad():
             example = system.encode(batch)  # frozen encoders; building one draws random weights
-        rng.seed_torch(run.seed, step + shift, micro * group.world() + group.rank())  # dropout is torch's own
+        rng.seed_torch(run.seed, step + num_dropped, micro * group.world() + group.rank())  # dropout is torch's own
         for part in system.turns(step):  # ("denoiser",) or ("autoencoder", "discriminator")
             # This part is live, the others are bare and frozen; ranks that share samples cut their tokens.
             with engines.freeze_all_but(part) as nets, share_tokens_among_ranks(group.get_neighbour_group(sequence)):
@@ -292,7 +292,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
     # Checked before, too; but a run that was waited for may have trained here since then.
     hosts.run_on_rank_0_or_exit(lambda: folders.check_and_prepare_run_folder(run, system.fingerprint(source), resume))
-    folders.register_folder_claim_on_ranks(folder)
+    folders.broadcast_folder_claim(folder)
 
     for network in system.frozen():
         network.to(group.device())
@@ -420,7 +420,7 @@ def load_or_initialize_weights(
     if requested_step is not None:
         hosts.run_on_rank_0_or_exit(lambda: folders.move_newer_steps_aside(run.directory, step))
     if step == 0:
-        loaded = read_adapted_weights(run.init_from, system) if run.init_from is not None else {}
+        loaded = read_weights_adapted_to_system(run.init_from, system) if run.init_from is not None else {}
         get_phases().print_lines(*(f"init_from: {change}" for _, changes in loaded.values() for change in changes))
         engines.initialize_weights({part: values for part, (values, _) in loaded.items()})
         ema.reset_to_masters()
@@ -432,18 +432,18 @@ def load_or_initialize_weights(
     return step
 
 
-def finish_run(training: Training, done: int, undone: bool) -> None:
+def finish_run(training: Training, done: int, work_left: bool) -> None:
     """Logs how the run ended, writes the last report, and leaves the process group. Gives the weights to the tracker if
-    this command saved the run's last step; not if `undone`, when a stop has skipped the work after that step.
+    this command saved the run's last step; not if `work_left`, when a stop has skipped the work after that step.
     """
     run, tracker, saved = training.run, training.tracker, training.saver.newest
     training.watchdog.enter_phase(done, "end at step")
-    if training.first < saved == run.steps and not undone:
+    if training.first < saved == run.steps and not work_left:
         checkpoint = run.directory / "checkpoints" / f"step_{run.steps:08d}"
         parts = training.system.averaged or training.engines
         tracker.log_model_to_wandb(done, lambda into: write_part_weights(checkpoint, parts, run.samples.ema, into))
     tracker.log(
-        folders.describe_run_end(run, run.directory, training.first, done, saved, training.stops.reason, undone)
+        folders.describe_run_end(run, run.directory, training.first, done, saved, training.stops.reason, work_left)
     )
     tracker.write_last_report(done)
     group.leave_process_group()  # signals are still caught and ignored: all is saved

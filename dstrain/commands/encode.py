@@ -116,7 +116,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
 
     def prepare_out_folder() -> str | None:
         """Prepares options.out. Returns None, or a message that says why it cannot be used."""
-        return _prepare_folder_or_explain(options, plan.stage, encoding, numbers)
+        return _prepare_folder_or_return_problem(options, plan.stage, encoding, numbers)
 
     with (
         _use_one_cpu_thread(),
@@ -126,7 +126,7 @@ def encode_data(options: EncodeOptions) -> dict[str, Any] | None:
         encoder = Encoder(plan.stage, plan.texts, encoding)
         records = make_missing_shards(
             numbers,
-            lambda number: _verify_or_remove_shard(options.out, encoding, number),
+            lambda number: _remove_shard_if_invalid(options.out, encoding, number),
             lambda missing: _encode_missing_shards(options, encoder, plan.source, numbers, missing),
         )
         return _write_index_if_complete(options, plan.source, encoding, records)
@@ -155,7 +155,7 @@ def _use_one_cpu_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _prepare_folder_or_explain(
+def _prepare_folder_or_return_problem(
     options: EncodeOptions, stage: FirstStage, encoding: dict[str, Any], shard_numbers: range
 ) -> str | None:
     """Removes half-written files from options.out, and writes the description `encoding` there. Returns None, or a
@@ -191,14 +191,14 @@ def _describe_folder_conflict(out: Path, encoding: dict[str, Any], readable_name
     """
     if (earlier := shards.read_encoding_json_or_index(out)) is not None:
 
-        def describe_value(key: str, value: Any, readable_names: dict[str, str]) -> Any:
+        def prefix_readable_name(key: str, value: Any, readable_names: dict[str, str]) -> Any:
             """Returns a value of the encoding for the message, as "NAME (VALUE)" if its key has a readable name."""
             return f"{readable_names[key]} ({value})" if key in readable_names else value
 
         old, old_names = earlier["encoding"], earlier.get("of", {})
         changes = [
-            f"{key} {describe_value(key, old.get(key), old_names)} there, "
-            f"{describe_value(key, value, readable_names)} here"
+            f"{key} {prefix_readable_name(key, old.get(key), old_names)} there, "
+            f"{prefix_readable_name(key, value, readable_names)} here"
             for key in {**old, **encoding}
             if old.get(key) != (value := encoding.get(key))
         ]
@@ -223,7 +223,7 @@ def _estimate_sample_bytes(encoding: dict[str, Any]) -> int:
     return numbers * np.dtype(encoding["dtype"]).itemsize + 32 + several * texts
 
 
-def _verify_or_remove_shard(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
+def _remove_shard_if_invalid(out: Path, encoding: dict[str, Any], number: int) -> dict[str, Any] | None:
     """Returns the record of shard `number` if its file is whole, has this encoding, and has no captions that an older
     dstrain has shortened. Otherwise removes the file, if there is one, prints why, and returns None.
     """

@@ -52,7 +52,7 @@ def run_verb(options: EvaluateOptions) -> None:
         if options.write_reference is None:
             quality.measure_quality(options)
             return
-        line = quality.write_reference(options)
+        line = quality.compute_and_write_reference_statistics(options)
         if group.rank() == 0:
             print(line)
 
@@ -91,7 +91,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
     }
     networks = trained.load_networks(system, checkpoint, kinds, choose_weight_dtype(options.precision))
     with use_precision(options.precision):
-        means = measure_system_on_source(
+        means = average_system_measurements_over_source(
             system,
             networks,
             source,
@@ -122,7 +122,7 @@ def evaluate_run(options: EvaluateOptions) -> tuple[Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def measure_system_on_source(
+def average_system_measurements_over_source(
     system: System,
     networks: dict[str, nn.Module],
     source: Source,
@@ -159,17 +159,17 @@ def measure_system_on_source(
     result = means.average_over_ranks()
     for name, value in system.compute_figures(result["curves"]).items():  # it has no standard error, being no mean
         result["figures"][name], result["standard_errors"][name] = value, None
-    return _convert_figures_to_json(result)
+    return _make_figures_json_compatible(result)
 
 
-def _convert_figures_to_json(value: Any) -> Any:
+def _make_figures_json_compatible(value: Any) -> Any:
     """Converts nested figures to what JSON can hold: tensors become lists, and numbers that are not finite
     become None.
     """
     if isinstance(value, dict):
-        return {key: _convert_figures_to_json(inner) for key, inner in value.items()}
+        return {key: _make_figures_json_compatible(inner) for key, inner in value.items()}
     if isinstance(value, Tensor):
-        return [_convert_figures_to_json(inner) for inner in value.tolist()]
+        return [_make_figures_json_compatible(inner) for inner in value.tolist()]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -285,11 +285,11 @@ def _open_given_data(path: str, split: str | None, run: Run, num_classes: int) -
             f"data that would name them are no longer at {data.path}: put them back"
         )
     if isinstance(source, Images):
-        _require_suitable_images(path, source, run)
+        _require_images_suit_run(path, source, run)
     return source
 
 
-def _require_suitable_images(path: str, source: Images, run: Run) -> None:
+def _require_images_suit_run(path: str, source: Images, run: Run) -> None:
     """Raises ConfigError if images do not suit the run, so that its bits/dim on them would say nothing: all are smaller
     than data.image_size, or all have colours and the run has one channel. Looks at about eight images, spread evenly.
     """

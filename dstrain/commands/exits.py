@@ -39,10 +39,10 @@ def run_main_with_exit_code(main: Callable[[], None], interactive: bool = True) 
         with get_phases() if interactive else nullcontext():
             _convert_errors_to_exit_codes(main, interactive)
         code = exit_codes.DONE
-        _record_exit_code(code)
+        _record_and_announce_exit_code(code)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        _record_exit_code(code, isinstance(ended, Stopped))
+        _record_and_announce_exit_code(code, isinstance(ended, Stopped))
         if began == _has_begun_process_group():
             raise
     except Exception:
@@ -97,14 +97,14 @@ def _shorten_openmp_busy_waits() -> None:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
-def _get_group_module_if_imported() -> ModuleType | None:
+def _get_distributed_group_if_imported() -> ModuleType | None:
     """Returns the module distributed.group if it is imported already, else None. Does not import it, since that would
     import torch.
     """
     return sys.modules.get("dstrain.distributed.group")
 
 
-def _record_exit_code(code: int, stopped_at_once: bool = False) -> None:
+def _record_and_announce_exit_code(code: int, stopped_at_once: bool = False) -> None:
     """Records this rank's exit code for `dstrain keep`. If the rank has ended as planned (DONE or STOPPED), tells the
     other ranks of this machine, so that they go on. Does not tell them after a stop `stopped_at_once`, which is to end
     them, too.
@@ -140,7 +140,7 @@ def _convert_errors_to_exit_codes(main: Callable[[], None], stops_on_request: bo
         }
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
-        if (group := _get_group_module_if_imported()) and group.explain_lost_ranks(error):
+        if (group := _get_distributed_group_if_imported()) and group.explain_lost_ranks(error):
             group.end_process(error)
         raise
 

@@ -24,7 +24,7 @@ from dstrain.distributed.progress import get_phases
 from dstrain.engine.initial import build_networks
 from dstrain.recipe import ConfigError, Ema, Run
 from dstrain.runs.folders import create_output_folder_atomically
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.base import System
 
 
@@ -53,7 +53,7 @@ def import_weights(weights: Path, recipe_run: Run, out: Path) -> list[str]:
     run = recipe_run.model_copy(update={"folder": out, "init_from": weights, "ema": Ema(decays=()), "samples": samples})
     system = systems.build(run.system, run.model)
     get_phases().enter_phase(f"reading {weights}")
-    loaded = read_adapted_weights(weights, system)
+    loaded = read_weights_adapted_to_system(weights, system)
     values: dict[str, Mapping[str, Tensor]] = {part: state for part, (state, _) in loaded.items()}
     if system.parts.keys() - loaded.keys():  # training would begin the others so
         initial = build_networks(system.networks, run.seed)

@@ -115,7 +115,7 @@ def complete_and_check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[
     with _collect_config_errors(problems):
         schema = systems.find_config_class(run.system)
         given = run.data.model_dump(include={"codes", "captioned"})
-        run = run.model_copy(update={"data": fill_in_codes_entry(_inherit_upright_setting(run))})
+        run = run.model_copy(update={"data": fill_in_codes_entry(_copy_upright_from_earlier_run(run))})
         require_learnable_contents(run.data, run.system, schema.learns_from, systems.list_systems_learning_from)
         if run.data.durations and not schema.learns_durations:
             raise ConfigError(
@@ -147,7 +147,7 @@ def complete_and_check_recipe(run: Run, overrides: Sequence[str] = ()) -> tuple[
     return run, problems
 
 
-def _inherit_upright_setting(run: Run) -> Data:
+def _copy_upright_from_earlier_run(run: Run) -> Data:
     """Returns the data section of a recipe. If it does not set `upright` (pictures are turned as EXIF says), and there
     is a run in the recipe's folder, takes the value of that run.
     """
@@ -262,8 +262,8 @@ def _check_data_and_list_remarks(
     if options.dry_run:
         remarks += lost
     _require_possible_start_step(run, options)
-    _require_profile_within_run(run, options)
-    folders.require_allowed_start(run, system.fingerprint(source), options)
+    _require_profiled_steps_within_run(run, options)
+    folders.require_start_allowed_in_folder(run, system.fingerprint(source), options)
     if options.print_config:
         return remarks, ()
     get_phases().enter_phase("trying two samples")
@@ -304,7 +304,7 @@ def _require_possible_start_step(run: Run, options: JobOptions) -> None:
         )
 
 
-def _require_profile_within_run(run: Run, options: JobOptions) -> None:
+def _require_profiled_steps_within_run(run: Run, options: JobOptions) -> None:
     """Raises ConfigError if the steps of --profile lie beyond the end of the run."""
     if options.profile is not None and options.profile[1] > run.steps:
         raise ConfigError(f"--profile: step {options.profile[1]} lies beyond steps={run.steps}: name steps up to that")
@@ -347,9 +347,11 @@ def _check_and_describe_initial_weights(run: Run, system: System, options: JobOp
     """Checks that the weights of `init_from` fit, unless the run resumes or has no init_from. With --dry-run returns
     lines that say what is loaded; otherwise []. Raises ConfigError if the weights do not fit.
     """
-    from dstrain.runs.weights import read_adapted_weights
+    from dstrain.runs.weights import read_weights_adapted_to_system
 
     if run.init_from is None or options.from_scratch or folders.read_last_saved_step(run.directory):
         return []
-    changes = [change for _, changed in read_adapted_weights(run.init_from, system).values() for change in changed]
+    changes = [
+        change for _, changed in read_weights_adapted_to_system(run.init_from, system).values() for change in changed
+    ]
     return [f"init_from: {change}" for change in changes] if options.dry_run else []

@@ -51,7 +51,7 @@ class _Supervisor:
         self._signal: int | None = None  # that was passed on: no restart after it
         self._process: subprocess.Popen | None = None
         self._new = not (self._folder / "run.yaml").exists()
-        self._before = self._read_folder_progress()
+        self._before = self._read_earlier_folders_and_step()
         self._unwritten: list[str] = []  # lines for restarts.log, until the folder is a run's
 
     def keep_command_running(self) -> int:
@@ -178,14 +178,14 @@ class _Supervisor:
         start, once a start has saved a step or moved files aside, or if the folder held no run at first.
         """
         words = list(self._options.words)
-        if self._new or self._read_folder_progress() != self._before:
+        if self._new or self._read_earlier_folders_and_step() != self._before:
             for option, values in _ONCE.items():
                 words = [word for word in words if not word.startswith(f"{option}=")]
                 while option in words:
                     del words[words.index(option) : words.index(option) + 1 + values]
         return words
 
-    def _read_folder_progress(self) -> tuple[set[str], int]:
+    def _read_earlier_folders_and_step(self) -> tuple[set[str], int]:
         """Returns two marks of progress: the names of the folders earlier_N, into which a start with --from-scratch or
         --step moves files, and the run's last saved step.
         """

@@ -93,7 +93,7 @@ def start_verb(name: str) -> None:
     try:
         from dstrain.commands.exits import run_main_with_exit_code
 
-        run_main_with_exit_code(lambda: _run_verb(VERBS[name]), interactive=VERBS[name].speaks)
+        run_main_with_exit_code(lambda: _parse_options_and_run_verb(VERBS[name]), interactive=VERBS[name].speaks)
     except KeyboardInterrupt:  # while modules are imported
         raise SystemExit(130) from None
     finally:
@@ -102,7 +102,7 @@ def start_verb(name: str) -> None:
         release_all_holds()
 
 
-def _run_verb(verb: Verb) -> None:
+def _parse_options_and_run_verb(verb: Verb) -> None:
     """Runs a verb with the options in sys.argv. If the verb uses several ranks, and there are several, begins a process
     group for it.
     """

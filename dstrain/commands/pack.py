@@ -123,13 +123,13 @@ def pack_data(options: PackOptions) -> dict[str, Any]:
     plan = run_on_rank_0(lambda: _plan_packing(options, files))
     if first:
         print(f"data: {data.path}: {files.describe_samples()}; {plan['shard_samples']:,} a shard", flush=True)
-    with lock_and_prepare_folder(options.out, "packs", lambda: _prepare_folder_or_explain(options, plan)):
+    with lock_and_prepare_folder(options.out, "packs", lambda: _prepare_folder_or_return_problem(options, plan)):
         plan = run_on_rank_0(lambda: _read_packing_plan(options.out))  # an earlier command may have counted other sizes
         count = -(-len(index) // plan["shard_samples"])
         earlier = run_on_rank_0(lambda: _read_finished_shard_records(options.out))
         records = make_missing_shards(
             range(count),
-            lambda number: _verify_or_remove_shard(options.out, plan["format"], number, earlier),
+            lambda number: _remove_shard_if_invalid(options.out, plan["format"], number, earlier),
             lambda missing: _pack_missing_shards(options, plan, files, missing),
         )
         return _write_index(options, plan, index, records)
@@ -173,7 +173,7 @@ def _plan_packing(options: PackOptions, files: _Packable) -> dict[str, Any]:
     }
 
 
-def _prepare_folder_or_explain(options: PackOptions, plan: dict[str, Any]) -> str | None:
+def _prepare_folder_or_return_problem(options: PackOptions, plan: dict[str, Any]) -> str | None:
     """Writes packing.json into options.out, unless it is there already. Returns None, or a message if the folder holds
     other shards or other files.
     """
@@ -217,7 +217,7 @@ def _read_finished_shard_records(out: Path) -> dict[int, dict[str, Any]]:
     return {}
 
 
-def _verify_or_remove_shard(
+def _remove_shard_if_invalid(
     out: Path, kind: str, number: int, earlier_records: dict[int, dict[str, Any]]
 ) -> dict[str, Any] | None:
     """Returns the record of shard `number` if its file has the recorded size and hash. Otherwise removes the file, if

@@ -48,7 +48,9 @@ def run_verb(options: PlanOptions) -> None:
     asked = make_planning_case(
         run, ds_config, options.world, options.gpus_per_node, options.gpu, options.network, options.efficiency
     )
-    text, fits = (search_and_describe_settings if options.search else describe_costs_and_fit)(asked, options.json)
+    text, fits = (find_and_describe_fitting_settings if options.search else describe_costs_and_memory_fit)(
+        asked, options.json
+    )
     print(text)
     if not fits:
         raise SystemExit(_DOES_NOT_FIT)
@@ -97,7 +99,7 @@ def make_planning_case(
     return Case(run, small.read_json(ds_config), Layout(world, gpus_per_node), device, efficiency)
 
 
-def describe_costs_and_fit(case: Case, json: bool = False) -> tuple[str, bool]:
+def describe_costs_and_memory_fit(case: Case, json: bool = False) -> tuple[str, bool]:
     """Returns the costs of a run as text, or as JSON if `json`, and whether the run fits. If the run does not fit, also
     names the smallest change with which it fits, or says that there is none. Prints progress on stderr.
     """
@@ -130,7 +132,7 @@ def describe_costs_and_fit(case: Case, json: bool = False) -> tuple[str, bool]:
     return "\n".join(lines), estimate.fits
 
 
-def search_and_describe_settings(case: Case, json: bool = False) -> tuple[str, bool]:
+def find_and_describe_fitting_settings(case: Case, json: bool = False) -> tuple[str, bool]:
     """Estimates many combinations of stage, micro-batch and recomputation. Returns a table of the first 20 that fit,
     the fastest first, and whether any does; if `json`, JSON of all that fit in place of the table. Also prints each row
     on stderr as soon as it is known.

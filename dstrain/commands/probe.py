@@ -67,7 +67,7 @@ def try_system_on_samples(run: Run, system: System, source: Any, precision: str 
     """
     with torch.random.fork_rng(devices=[]):
         networks = _build_networks_on_meta(run.system, system)
-        _require_consistent_parts(run.system, system, networks)
+        _require_networks_match_parts(run.system, system, networks)
         weights = sum(weight.numel() for network in networks.values() for weight in network.parameters())
         frozen = sum(weight.numel() for network in system.frozen() for weight in network.parameters())
         batch = _read_first_batch(run, source)
@@ -189,7 +189,10 @@ def _try_losses_and_drawing(
         if parts.issuperset(turns):
             continue
         parts.update(turns)
-        with torch.no_grad(), _explain_id_errors(f"{run.system}: encode", _select_id_tensors(batch), encode_device):
+        with (
+            torch.no_grad(),
+            _explain_out_of_range_ids(f"{run.system}: encode", _select_id_tensors(batch), encode_device),
+        ):
             example = system.encode(copy_batch_to_device(batch, encode_device))
         if live := [name for name, values in example.items() if values.requires_grad]:
             raise ConfigError(
@@ -203,7 +206,7 @@ def _try_losses_and_drawing(
             for name, network in networks.items():  # as in a turn: only this part learns
                 network.requires_grad_(name == part)
             place = f"{run.system}: loss of {part}"
-            with _explain_id_errors(place, ids, train_device, tables), _explain_cast_errors(place, half):
+            with _explain_out_of_range_ids(place, ids, train_device, tables), _explain_cast_errors(place, half):
                 terms = system.loss(part, networks, example)
             _require_valid_loss_terms(place, terms, system.watched)
             seen.update(terms)
@@ -214,7 +217,9 @@ def _try_losses_and_drawing(
     _try_saving_state(run.system, system)
     held = {name: values for name, values in batch.items() if name != "step"}  # as held-out data come
     with torch.no_grad(), set_eval_mode(networks), suppress(_NotChecked, _Enough):
-        with _explain_id_errors(f"{run.system}: encode of held-out data", _select_id_tensors(held), encode_device):
+        with _explain_out_of_range_ids(
+            f"{run.system}: encode of held-out data", _select_id_tensors(held), encode_device
+        ):
             example = copy_batch_to_device(system.encode(copy_batch_to_device(held, encode_device)), train_device)
         if run.every.evaluate:
             _try_evaluation(run, system, networks, example)
@@ -242,7 +247,7 @@ def _cache_output_shapes(network: nn.Module) -> None:
     forward = network.forward
     outputs: dict[Any, Any] = {}
 
-    def compute_or_reuse_shape(*values: Any, **named: Any) -> Any:
+    def run_forward_or_reuse_shape(*values: Any, **named: Any) -> Any:
         """Calls `forward` for new shapes of the inputs, or while gradients are on. Otherwise returns an empty tensor of
         the shape that `forward` has returned for these shapes.
         """
@@ -258,7 +263,7 @@ def _cache_output_shapes(network: nn.Module) -> None:
             outputs[key] = out.shape[1:], out.dtype
         return out
 
-    network.forward = compute_or_reuse_shape  # type: ignore[method-assign]
+    network.forward = run_forward_or_reuse_shape  # type: ignore[method-assign]
 
 
 def _try_saving_state(name: str, system: System) -> None:
@@ -277,7 +282,7 @@ def _try_evaluation(run: Run, system: System, networks: Nets, example: Example) 
     figures that they return have the wrong form, or if save.best=true and there is no loss to choose by.
     """
     place = f"{run.system}: evaluate"
-    with _explain_id_errors(place, {}, example["key"].device):
+    with _explain_out_of_range_ids(place, {}, example["key"].device):
         terms = system.evaluate(networks, example)
     require_valid_evaluation_terms(system, terms, _SAMPLES)
     if run.save.best is True and "loss" not in terms:
@@ -301,7 +306,7 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
     device = example["key"].device
     if system.generates and not system.find_drawing_problem():
         samples = run.samples.model_copy(update={"num": _SAMPLES} if run.samples.prompts else {})
-        with _explain_id_errors(f"{run.system}: conditions", {}, device):
+        with _explain_out_of_range_ids(f"{run.system}: conditions", {}, device):
             request, _ = make_grid_request_and_captions(samples, system, data if system.starts_from_data else {})
         few = replace(
             request,
@@ -309,10 +314,14 @@ def _try_drawing(run: Run, system: System, networks: Nets, data: Batch, example:
             conditions={name: values[:_SAMPLES].to(device) for name, values in request.conditions.items()},
             num_steps=min(_SAMPLES, request.num_steps),
         )
-        with _explain_id_errors(f"{run.system}: sample", {}, device), suppress(_Enough), _limit_network_calls(networks):
+        with (
+            _explain_out_of_range_ids(f"{run.system}: sample", {}, device),
+            suppress(_Enough),
+            _limit_network_calls(networks),
+        ):
             require_valid_samples(system, system.sample(networks, few), len(few.seeds))
     if system.starts_from_data:
-        with _explain_id_errors(f"{run.system}: pictures", {}, device):
+        with _explain_out_of_range_ids(f"{run.system}: pictures", {}, device):
             pictures = system.make_pictures(networks, example)
         for name, images in pictures.items():
             if images.dtype != torch.uint8 or images.ndim not in (4, 5) or len(images) != _SAMPLES:
@@ -360,7 +369,7 @@ def _explain_cast_errors(place: str, half_dtype: torch.dtype | None) -> Iterator
         ) from error
 
 
-def _require_consistent_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
+def _require_networks_match_parts(name: str, system: System, networks: dict[str, nn.Module]) -> None:
     """Raises ConfigError unless `networks` has exactly the names of System.parts. Also raises it if `averaged` or
     `turns` has a name that is not among these, or if a weight has no elements.
     """
@@ -418,7 +427,7 @@ def _select_id_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _explain_id_errors(
+def _explain_out_of_range_ids(
     place: str, ids: dict[str, Tensor], device: torch.device, table_sizes: tuple[int, ...] = ()
 ) -> Iterator[None]:
     """Turns an error of the block about an id that is out of range into a ConfigError, which lists the least and the

@@ -54,7 +54,7 @@ def run_verb(options: ReconstructOptions) -> None:
                 num=options.num,
                 batch=options.batch,
             )
-        sweep.require_sweep_possible(options.folder, quality)
+        sweep.require_measurable_averages(options.folder, quality)
     made = make_weight_averages(options)
     if group.rank() == 0:
         print(describe_made_averages(made))
@@ -62,9 +62,9 @@ def run_verb(options: ReconstructOptions) -> None:
         return
     step, widths = int(made[0].path.name.removeprefix("step_")), [one.width for one in made]
     if quality is None:
-        sweep.measure_loss_by_width(options.folder, step, widths, options.num, options.batch)
+        sweep.measure_loss_by_ema_width(options.folder, step, widths, options.num, options.batch)
     else:
-        sweep.measure_metric_by_width(replace(quality, step=step), widths)
+        sweep.measure_metric_by_ema_width(replace(quality, step=step), widths)
 
 
 def make_weight_averages(options: ReconstructOptions) -> list[Made]:

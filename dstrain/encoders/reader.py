@@ -24,7 +24,7 @@ from dstrain.encoders.text import (
     load_text_encoder,
     unpack_captions,
 )
-from dstrain.recipe import ConfigError, Section, mark_filled_in
+from dstrain.recipe import ConfigError, Section, mark_fixed_once_set
 
 NAMES = ("words", "text_encodings", "text_mask")
 _WORD = re.compile(r"\w+")
@@ -40,11 +40,11 @@ class ReadsTexts(Section):
     null_field: ClassVar[str] = "cond_drop_prob"  # the share of dropped texts, above 0 where there is a null text
     no_captions: ClassVar[str]  # the remedy where the data have none
 
-    text_encoder: Annotated[str | None, mark_filled_in()] = None
+    text_encoder: Annotated[str | None, mark_fixed_once_set()] = None
     """Folder or hub name of the encoder of captions (T5, CLIP, MiniLM); None hashes words into a learned table."""
     text_encodings_dim: int | None = Field(None, ge=1)
     """Width of the encodings of text_encoder (768 for t5-v1_1-base) or of the data; None where words are hashed."""
-    text_encoder_fingerprint: Annotated[str | None, mark_filled_in()] = None
+    text_encoder_fingerprint: Annotated[str | None, mark_fixed_once_set()] = None
     """The only text encoder that is accepted; filled in from the cache; None accepts any."""
     max_text_len: int = Field(64, ge=1, le=100_000)
     """Words, or tokens of the encoder, that are read of a text; filled in from cached encodings."""

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from dstrain.distributed import group as ranks
 from dstrain.engine import settings
 from dstrain.engine.patches import reset_cached_beta_powers
-from dstrain.recipe import ConfigError, Optimizer, fits_pattern, is_weight_learned
+from dstrain.recipe import ConfigError, Optimizer, is_weight_learned, matches_weight_pattern
 
 Group = dict[str, Any]
 Decays = Callable[[str, Tensor], bool]
@@ -79,7 +79,7 @@ def freeze_weights(networks: Mapping[str, nn.Module], train_only: Sequence[str] 
         *((each, "train_only") for each in train_only or ()),
         *((r, "optimizer.rates") for r in choice.rates),
     ):
-        if not any(fits_pattern(pattern, part, name) for part, name, _ in weights):
+        if not any(matches_weight_pattern(pattern, part, name) for part, name, _ in weights):
             near = difflib.get_close_matches(pattern, [name for _, name, _ in weights], 1, 0.0)
             raise ConfigError(f"{key}: {pattern} fits no weight of {', '.join(networks)}; the nearest is {near[0]}")
     for part, name, weight in weights:

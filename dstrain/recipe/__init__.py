@@ -16,7 +16,7 @@ from dstrain.recipe.errors import (
     reword_errors,
 )
 from dstrain.recipe.files import complete_model_section, describe_replaced_entries, dump_run, load_recipe
-from dstrain.recipe.patterns import fits_pattern, is_weight_learned
+from dstrain.recipe.patterns import is_weight_learned, matches_weight_pattern
 from dstrain.recipe.problems import format_divisors, format_value, list_problems, suggest_files, suggest_key
 from dstrain.recipe.run import (
     WIDEST,
@@ -33,7 +33,7 @@ from dstrain.recipe.run import (
     Save,
     Track,
 )
-from dstrain.recipe.section import FIXED, MAY_CHANGE, Recompute, Section, mark_filled_in, mark_fixed
+from dstrain.recipe.section import FIXED, MAY_CHANGE, Recompute, Section, mark_fixed_on_resume, mark_fixed_once_set
 
 __all__ = [
     "FIXED",
@@ -61,7 +61,6 @@ __all__ = [
     "describe_replaced_entries",
     "dump_run",
     "explain_write_errors",
-    "fits_pattern",
     "format_divisors",
     "format_value",
     "is_weight_learned",
@@ -70,8 +69,9 @@ __all__ = [
     "list_refused_changes",
     "load_recipe",
     "make_refused_changes_error",
-    "mark_filled_in",
-    "mark_fixed",
+    "mark_fixed_on_resume",
+    "mark_fixed_once_set",
+    "matches_weight_pattern",
     "require_known_keys",
     "require_replaceable_file",
     "reword_errors",

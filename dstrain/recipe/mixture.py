@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from dstrain.recipe.section import FIXED, Fraction, Section, expand_home_in_path, mark_fixed
+from dstrain.recipe.section import FIXED, Fraction, Section, expand_home_in_path, mark_fixed_on_resume
 
 _Weight = Annotated[float, Field(gt=0, le=1e9)]
 
@@ -16,8 +16,9 @@ class MixtureSource(Section):
 
     path: str  # as data.path
     # Share of the samples; None: the number of samples.
-    weight: Annotated[_Weight | None, mark_fixed("write the weights as they were")] = None
-    held_out: Annotated[Fraction | None, mark_fixed("write the shares as they were")] = None  # None: data.held_out
+    weight: Annotated[_Weight | None, mark_fixed_on_resume("write the weights as they were")] = None
+    # None: data.held_out
+    held_out: Annotated[Fraction | None, mark_fixed_on_resume("write the shares as they were")] = None
     held_out_path: str | None = None  # a folder for evaluation instead of a share
     captions: str | None = None  # of clips: its captions file
 
@@ -43,7 +44,7 @@ class Mixture(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_path(cls, values: Any) -> Any:
+    def _fill_in_first_source_path(cls, values: Any) -> Any:
         """Returns the section's values. If they have a mixture, sets `path` to that of the first source."""
         # What asks for the kind of the data looks at data.path: all sources are of the kind of the first.
         mixture = values.get("mixture") if isinstance(values, dict) else None

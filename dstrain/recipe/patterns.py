@@ -11,7 +11,7 @@ from pydantic import Field
 Pattern = Annotated[str, Field(min_length=1, max_length=500)]
 
 
-def fits_pattern(pattern: str, part: str, name: str) -> bool:
+def matches_weight_pattern(pattern: str, part: str, name: str) -> bool:
     """Returns whether a shell pattern matches all of `name`, a weight's name in the state dict of a part's network, or
     all of PART/NAME. A * also matches dots. Upper and lower case differ.
     """
@@ -35,4 +35,4 @@ def is_weight_learned(train_only: Sequence[str] | None, part: str, name: str, re
     """
     if train_only is None:
         return requires_grad
-    return is_adapter_weight(name) or any(fits_pattern(pattern, part, name) for pattern in train_only)
+    return is_adapter_weight(name) or any(matches_weight_pattern(pattern, part, name) for pattern in train_only)

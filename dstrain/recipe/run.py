@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from dstrain.recipe.mixture import Mixture
-from dstrain.recipe.patterns import Pattern, fits_pattern
+from dstrain.recipe.patterns import Pattern, matches_weight_pattern
 from dstrain.recipe.problems import format_divisors
 from dstrain.recipe.section import FIXED, MAY_CHANGE, Count, Fraction, NonNegative, Section, expand_home_in_path
 from dstrain.recipe.shapes import Shape, Shaping
@@ -242,7 +242,7 @@ class Optimizer(Section):
 
     def find_lr_factor(self, part: str, name: str) -> float:
         """Returns the factor on a weight's learning rate: that of the first matching pattern in `rates`, else 1."""
-        return next((rate for pattern, rate in self.rates.items() if fits_pattern(pattern, part, name)), 1.0)
+        return next((rate for pattern, rate in self.rates.items() if matches_weight_pattern(pattern, part, name)), 1.0)
 
     def compute_lr(self, step: int, steps: int) -> float:
         """Returns the learning rate of the update after `step` of `steps` updates: warm-up, then the schedule."""

@@ -5,7 +5,7 @@ the mark of the section:
 
     optimizer: Annotated[Optimizer, FIXED] = Optimizer()
     recompute: Annotated[bool, MAY_CHANGE] = False
-    codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
+    codes: Annotated[Codes | None, mark_fixed_on_resume("give the data.path of the earlier latents")] = None
 """
 
 import math
@@ -36,7 +36,7 @@ def expand_home_in_path(path: str) -> str:
     return path
 
 
-def _parse_recompute(value: Any) -> Any:
+def _validate_recompute_setting(value: Any) -> Any:
     """Returns a valid value of the field recompute. Converts true and false, which earlier versions wrote, to "all" and
     "none". Raises PydanticCustomError for any other value.
     """
@@ -48,7 +48,7 @@ def _parse_recompute(value: Any) -> Any:
     )
 
 
-Recompute = Annotated[bool | int | str, BeforeValidator(_parse_recompute)]
+Recompute = Annotated[bool | int | str, BeforeValidator(_validate_recompute_setting)]
 
 
 @dataclass(frozen=True)
@@ -60,21 +60,21 @@ class Resume:
     remedy: str = ""  # what users should do if it has changed; "": write the earlier value
 
 
-def mark_fixed(remedy: str = "") -> Resume:
+def mark_fixed_on_resume(remedy: str = "") -> Resume:
     """Returns the mark of a field whose value may not change when a run resumes. `remedy` tells users what to do if it
     has changed.
     """
     return Resume(may_change=False, remedy=remedy)
 
 
-def mark_filled_in(remedy: str = "") -> Resume:
+def mark_fixed_once_set(remedy: str = "") -> Resume:
     """Returns the mark of a field whose value may not change when a run resumes, except from null to a value. `remedy`
     tells users what to do if it has changed.
     """
     return Resume(may_change=False, may_be_filled_in=True, remedy=remedy)
 
 
-MAY_CHANGE, FIXED = Resume(may_change=True), mark_fixed()
+MAY_CHANGE, FIXED = Resume(may_change=True), mark_fixed_on_resume()
 
 
 class Section(BaseModel):

@@ -147,7 +147,7 @@ class Encoder:
         encoding, count = self.encoding, len(next(iter(batch.values())))
         rows = torch.arange(encoding["batch"]).clamp(max=count - 1)
         tokens = encoding["kind"] == "tokens"
-        codes = self._encode_views({name: values[rows] for name, values in batch.items()})
+        codes = self._encode_crops_and_mirror_images({name: values[rows] for name, values in batch.items()})
         arrays = {"tokens" if tokens else "moments": codes}
         if self.texts is not None:
             arrays |= self._encode_texts(batch["caption"][rows])
@@ -155,7 +155,7 @@ class Encoder:
         inputs = ("image", "video")
         return arrays | {name: values.numpy() for name, values in batch.items() if name not in inputs}
 
-    def _encode_views(self, batch: Batch) -> np.ndarray:
+    def _encode_crops_and_mirror_images(self, batch: Batch) -> np.ndarray:
         """Encodes all views of b images or clips: each crop, and its mirror image if encoding["flips"] is 2. Returns
         (b, crops * flips, ...). With several crops the images of the batch are (b, crops, C, H, W).
         """

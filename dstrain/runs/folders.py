@@ -44,8 +44,8 @@ from dstrain.runs.lineage import (
     ANCESTORS,
     append_ancestor_runs,
     claim_checkpoint_folder,
-    require_link_to_own_checkpoints,
-    require_own_checkpoints,
+    refuse_link_to_foreign_checkpoints,
+    require_no_foreign_checkpoints,
 )
 from dstrain.runs.resume import Resume
 from dstrain.systems import find_config_class
@@ -62,7 +62,7 @@ _BESIDE = re.compile(  # what may lie beside a run, and stays
 )
 
 
-def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
+def require_start_allowed_in_folder(run: Run, fingerprint: str, resume: Resume) -> None:
     """Raises ConfigError, with the remedy, if this run may not start or resume in its folder. The folder must not hold
     foreign files, links, imported weights, another run's checkpoints, a run with another recipe or other data, or a run
     that has lost its checkpoints. `resume.allow_change` permits another recipe, other data and another run's
@@ -84,8 +84,8 @@ def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
         )
     if resume.from_scratch:
         return
-    require_no_links(folder)
-    require_link_to_own_checkpoints(folder)
+    require_no_symbolic_links(folder)
+    refuse_link_to_foreign_checkpoints(folder)
     if (folder / "checkpoints" / "step_00000000").is_dir():
         raise ConfigError(
             f"folder={folder} holds imported weights, and no moments to go on with: train in another "
@@ -103,7 +103,7 @@ def require_allowed_start(run: Run, fingerprint: str, resume: Resume) -> None:
             f"{folder} {lost}: put back what is gone, or begin anew with --from-scratch, which moves the rest aside"
         )
     if not resume.allow_change:
-        require_own_checkpoints(folder, resume.step)
+        require_no_foreign_checkpoints(folder, resume.step)
     if resume.allow_change or not read_last_saved_step(folder):  # without a saved step, no run would be changed
         return
     if changes := list_refused_changes(read_recipe(folder), run, system := find_config_class(run.system)):
@@ -130,7 +130,7 @@ def _is_run_folder(folder: Path) -> bool:
     return owner.read_run_identity(folder) is not None and not any(folder.glob("step_*"))  # else another's checkpoints
 
 
-def require_no_links(folder: Path) -> None:
+def require_no_symbolic_links(folder: Path) -> None:
     """Raises ConfigError if a file or folder of a run is a symbolic link, through which others' files could be changed.
     `checkpoints` may be a link to a folder, as on a larger disk, unless another run's folder holds that folder.
     """
@@ -139,10 +139,10 @@ def require_no_links(folder: Path) -> None:
             continue
         target = path.resolve()
         if path.name != "checkpoints" or (target.parent != folder.resolve() and (target.parent / "run.yaml").exists()):
-            raise _make_link_error(path)
+            raise _make_symbolic_link_error(path)
 
 
-def _make_link_error(path: Path) -> ConfigError:
+def _make_symbolic_link_error(path: Path) -> ConfigError:
     """Returns a ConfigError: `path`, in a run's folder, is a link, and nothing is written through it."""
     return ConfigError(
         f"{path.parent}: {path.name} is a link to {path.resolve()}, and nothing is written through a link: put what it "
@@ -151,12 +151,12 @@ def _make_link_error(path: Path) -> ConfigError:
 
 
 def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> None:
-    """Checks as `require_allowed_start` does, then prepares the folder, which this process has locked. Moves an earlier
-    run into earlier_N if `resume.from_scratch`. Writes the run's identity, a random id. In a copy of another run's
-    folder a new identity replaces the copied one, and the copied wandb_id is removed. Raises ConfigError also if the
-    folder cannot be written.
+    """Checks as `require_start_allowed_in_folder` does, then prepares the folder, which this process has locked. Moves
+    an earlier run into earlier_N if `resume.from_scratch`. Writes the run's identity, a random id. In a copy of another
+    run's folder a new identity replaces the copied one, and the copied wandb_id is removed. Raises ConfigError also if
+    the folder cannot be written.
     """
-    require_allowed_start(run, fingerprint, resume)
+    require_start_allowed_in_folder(run, fingerprint, resume)
     folder, checkpoints = run.directory, run.directory / "checkpoints"
     with explain_disk_errors(folder):
         if resume.from_scratch:
@@ -164,7 +164,7 @@ def check_and_prepare_run_folder(run: Run, fingerprint: str, resume: Resume) -> 
             move_run_aside(folder)
         if linked := checkpoints.is_symlink():
             claim_checkpoint_folder(checkpoints)
-            require_link_to_own_checkpoints(folder)
+            refuse_link_to_foreign_checkpoints(folder)
         earlier = owner.read_run_identity(folder)
         if not resume.from_scratch:
             append_ancestor_runs(folder, resume.allow_change)
@@ -197,7 +197,7 @@ def read_recipe(folder: Path) -> Run:
     """Reads the recipe that a run was trained with, with all defaults, and sets its `folder` to the given one. Raises
     ConfigError if run.yaml cannot be read, is empty or has unknown keys, or if the folder holds links.
     """
-    require_no_links(folder)
+    require_no_symbolic_links(folder)
     if small.read_stripped_text(folder / "run.yaml", small.MEGABYTE) == "":
         raise ConfigError(f"{folder / 'run.yaml'} is empty: put it back from a copy, or train anew with --from-scratch")
     with reword_errors(options={"--recipe ": ""}):
@@ -303,7 +303,7 @@ def claim_output_folder(out: Path, option: str, verb: str) -> Iterator[None]:
     try:
         if problem := group.broadcast_from_first(problem):
             raise ConfigError(problem)
-        register_folder_claim_on_ranks(out)
+        broadcast_folder_claim(out)
         yield
         group.barrier()
     finally:
@@ -313,7 +313,7 @@ def claim_output_folder(out: Path, option: str, verb: str) -> Iterator[None]:
                 out.rmdir()
 
 
-def register_folder_claim_on_ranks(folder: Path) -> None:
+def broadcast_folder_claim(folder: Path) -> None:
     """Tells every rank of the claim that rank 0 has on the folder; a rank checks it before each write there. Call it on
     all ranks. Waits up to 20 s until this rank sees the folder's identity, which a network file system may show late.
     """
@@ -328,7 +328,7 @@ def _open_lock_file(folder: Path) -> IO[str]:
     with explain_disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if (folder / ".lock").is_symlink():
-            raise _make_link_error(folder / ".lock")
+            raise _make_symbolic_link_error(folder / ".lock")
         # Without waiting for the reader of a pipe, and through no link.
         return open(
             folder / ".lock",
@@ -351,7 +351,7 @@ def remove_folder_if_unused(folder: Path) -> None:
 
 def write_run_files(run: Run, settings: dict[str, Any], fingerprint: str) -> None:
     """Writes run.yaml, data.txt and ds_config.json into a run's folder, and `saved` if it is missing or damaged. Call
-    it on rank 0 only, after `require_allowed_start`. Raises ConfigError if a file cannot be written.
+    it on rank 0 only, after `require_start_allowed_in_folder`. Raises ConfigError if a file cannot be written.
     """
     folder = run.directory
     with explain_disk_errors(folder):

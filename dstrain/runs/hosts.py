@@ -109,7 +109,7 @@ def require_folder_not_lost(folder: Path, patience: float = 2.0) -> None:
         raise NotSaved(f"{folder} {fault}")
 
 
-def has_lost_folder(folder: Path) -> bool:
+def has_lost_folder_claim(folder: Path) -> bool:
     """Returns whether a folder that this process has claimed now belongs to another process. Looks at most once in five
     seconds: in between, and if the disk cannot be read, it returns False.
     """

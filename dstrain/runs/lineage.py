@@ -21,7 +21,7 @@ ANCESTORS = ".ancestors"
 _NEWEST = 10  # checkpoints that are looked at: a run goes on from one of them
 
 
-def require_own_checkpoints(folder: Path, step: int | None) -> None:
+def require_no_foreign_checkpoints(folder: Path, step: int | None) -> None:
     """Raises ConfigError if another run has written one of the ten newest checkpoints in the folder, or the one at
     `step`. Compares the identity of the run, a random id in its folder, with the identities in the checkpoints. Accepts
     checkpoints without an identity, and accepts all if the folder has no identity.
@@ -42,22 +42,23 @@ def require_own_checkpoints(folder: Path, step: int | None) -> None:
     )
 
 
-def append_ancestor_runs(folder: Path, adopt_writers: bool) -> None:
+def append_ancestor_runs(folder: Path, adopt_checkpoint_writers: bool) -> None:
     """Appends to the folder's .ancestors the identities (random ids) of other runs from whose checkpoints this run may
-    resume: the folder's own identity if the folder is a copy of another run's, and, if `adopt_writers` or if the folder
-    has no identity yet, those of the writers of the ten newest checkpoints. Writes nothing if all are listed already.
+    resume: the folder's own identity if the folder is a copy of another run's, and, if `adopt_checkpoint_writers` or if
+    the folder has no identity yet, those of the writers of the ten newest checkpoints. Writes nothing if all are listed
+    already.
 
     Call it before the folder gets a new identity. Raises OSError if the file cannot be written.
     """
     own, known = owner.read_run_identity(folder), _read_ancestor_runs(folder)
     found = {own} if own and owner.find_other_owning_run(folder, folder) else set()  # a copy's, which is renewed
-    if adopt_writers or own is None:
+    if adopt_checkpoint_writers or own is None:
         found |= {*_read_checkpoint_writers(folder, None).values()} - {own}
     if new := sorted(found - {*known}):
         atomic.write_file(folder / ANCESTORS, "".join(f"{identity}\n" for identity in [*known, *new]))
 
 
-def require_link_to_own_checkpoints(folder: Path) -> None:
+def refuse_link_to_foreign_checkpoints(folder: Path) -> None:
     """Raises ConfigError if the folder's `checkpoints` is a symbolic link to checkpoints of another run. A copy of a
     run's folder can hold such a link.
     """

@@ -38,7 +38,7 @@ _MODEL = "diffusion_pytorch_model"  # what diffusers calls its files
 _INDICES = (_INDEX, f"{_MODEL}.safetensors.index.json")
 
 
-def read_adapted_weights(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
+def read_weights_adapted_to_system(path: Path, system: System, parts: Iterable[str] | None = None) -> Adapted:
     """Reads weights from `path` and adapts them to the system's networks. Returns {part: (values by state-dict name,
     notes)}. The notes say what was changed; the first counts what was loaded, replaced and left out.
 

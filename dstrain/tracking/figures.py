@@ -72,21 +72,21 @@ def plot_evaluation(path: str | os.PathLike, result: dict[str, Any]) -> None:
     embeddings by the number of sampling steps. An evaluation with neither gets a plot of the means by quarter of the
     timesteps.
     """
-    panels = [_draw_bound_terms, _draw_cumulative_bound] if "vb" in result["curves"] else []
+    panels = [_draw_variational_bound_terms, _draw_cumulative_variational_bound] if "vb" in result["curves"] else []
     others = set(result["curves"]) - {"vb"}
-    panels += [_draw_error_curves if result["timesteps"] else _draw_sorted_curves] if others else []
+    panels += [_draw_error_curves if result["timesteps"] else _draw_curves_of_sorted_values] if others else []
     panels += [_draw_embedding_similarities] if _list_sampling_steps(result) else []
-    _plot_panels(path, make_plot_title(result), panels or [_draw_quarter_means], result)
+    _plot_panels(path, make_plot_title(result), panels or [_draw_means_by_timestep_quarter], result)
 
 
-def plot_sorted_curves(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
+def plot_curves_of_sorted_values(path: str | os.PathLike, headline: str, curves: dict[str, list[float]]) -> None:
     """Writes a PNG of curves, each sorted from its largest value down, such as the use of each token. curves: {name:
     values}. The file is written whole or not at all.
     """
-    _plot_panels(path, headline, [_draw_sorted_curves], {"curves": curves})
+    _plot_panels(path, headline, [_draw_curves_of_sorted_values], {"curves": curves})
 
 
-def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
+def plot_score_by_ema_width(path: str | os.PathLike, result: dict[str, Any]) -> None:
     """Writes a PNG of a score by the relative width of the average. `result` is what evaluating/sweep.py has measured;
     it names the score, the loss or a metric, as "judge".
     """
@@ -94,7 +94,7 @@ def plot_sweep(path: str | os.PathLike, result: dict[str, Any]) -> None:
     _plot_panels(
         path,
         f"{result['run']} at step {result['step']}: {result['samples']} {split} samples",
-        [_draw_score_by_width],
+        [_draw_score_by_ema_width],
         result,
     )
 
@@ -119,7 +119,7 @@ def _plot_panels(path: str | os.PathLike, headline: str, panels: list[Any], resu
         figure.savefig(file, format="png", dpi=130)
 
 
-def _draw_bound_terms(axes: Any, result: dict[str, Any]) -> None:
+def _draw_variational_bound_terms(axes: Any, result: dict[str, Any]) -> None:
     """Draws the terms of the variational bound by timestep."""
     values = _convert_none_to_nan(result["curves"]["vb"])
     _draw_curve_by_timestep(axes, result, values, color=_INK)
@@ -127,7 +127,7 @@ def _draw_bound_terms(axes: Any, result: dict[str, Any]) -> None:
     axes.set(title="the bound by timestep", ylabel="vb of one timestep, bits/dim")
 
 
-def _draw_cumulative_bound(axes: Any, result: dict[str, Any]) -> None:
+def _draw_cumulative_variational_bound(axes: Any, result: dict[str, Any]) -> None:
     """Draws the sum of the bound's terms up to each timestep, and a line at the total."""
     values = list(accumulate(_convert_none_to_nan(result["curves"]["vb"])))
     _draw_curve_by_timestep(axes, result, values, color=_INK)
@@ -160,7 +160,7 @@ def _draw_error_curves(axes: Any, result: dict[str, Any]) -> None:
     axes.set(title="errors by timestep", ylabel="mean squared error")
 
 
-def _draw_sorted_curves(axes: Any, result: dict[str, Any]) -> None:
+def _draw_curves_of_sorted_values(axes: Any, result: dict[str, Any]) -> None:
     """Draws curves whose entries are not timesteps, such as the use of each token. Each is sorted from its largest
     value down.
     """
@@ -170,7 +170,7 @@ def _draw_sorted_curves(axes: Any, result: dict[str, Any]) -> None:
     axes.set(title="by column", xlabel="rank of the column")
 
 
-def _draw_score_by_width(axes: Any, result: dict[str, Any]) -> None:
+def _draw_score_by_ema_width(axes: Any, result: dict[str, Any]) -> None:
     """Draws the score by the relative width of an average."""
     judge = result["judge"]
     pairs = sorted(zip(result["widths"], _convert_none_to_nan(result["scores"][judge])))
@@ -215,7 +215,7 @@ def _draw_embedding_similarities(axes: Any, result: dict[str, Any]) -> None:
     )
 
 
-def _draw_quarter_means(axes: Any, result: dict[str, Any]) -> None:
+def _draw_means_by_timestep_quarter(axes: Any, result: dict[str, Any]) -> None:
     """Draws the means of each quantity in the four quarters of the timesteps."""
     for index, (name, values) in enumerate(result["quarters"].items()):
         axes.plot(

@@ -86,7 +86,7 @@ class Meter:
                 for quarter in range(1 + QUARTERS * by_quarter):
                     total, count, bad = next(cell)
                     nonfinite += 0 if quarter else bad
-                    if (label := _choose_mean_name(name, quarter)) is not None:
+                    if (label := _choose_reported_mean_name(name, quarter)) is not None:
                         entry = table.setdefault(self._prefixes[part] + label, [0.0, 0.0])
                         entry[0] += total
                         entry[1] += count
@@ -95,7 +95,7 @@ class Meter:
         return means | ({"nonfinite": nonfinite} if nonfinite else {})
 
 
-def _choose_mean_name(name: str, quarter: int) -> str | None:
+def _choose_reported_mean_name(name: str, quarter: int) -> str | None:
     """Returns the name under which a mean of the term `name` is reported; None if it is not reported. `quarter` is 0
     for the mean over all samples, or 1 to 4 for the mean over this quarter of the timesteps.
     """

@@ -30,7 +30,7 @@ from dstrain.disk import atomic, lines
 from dstrain.distributed import group
 from dstrain.distributed.progress import get_phases
 from dstrain.recipe import ConfigError, Track, explain_write_errors
-from dstrain.tracking.figures import format_duration, plot_sorted_curves
+from dstrain.tracking.figures import format_duration, plot_curves_of_sorted_values
 from dstrain.tracking.machine import describe_machine, describe_memory_use
 from dstrain.tracking.meter import Meter
 from dstrain.tracking.page import Page
@@ -171,7 +171,7 @@ class Tracker:
             path = self.folder / "samples" / f"step_{done:08d}_{name}.png"
             try:
                 path.parent.mkdir(exist_ok=True)  # and never the run's folder, which may be taken away
-                plot_sorted_curves(path, f"{self._name} at step {done}, held out", {name: values})
+                plot_curves_of_sorted_values(path, f"{self._name} at step {done}, held out", {name: values})
             except OSError as error:
                 self._print_first_write_error(path.parent.name, error)
                 return
@@ -226,7 +226,7 @@ class Tracker:
             self._print_first_write_error("metrics.jsonl", error)
         self.move_progress_bar(step)
 
-    def find_written_results(self, done: int) -> tuple[bool, bool, bool]:
+    def find_which_results_are_written(self, done: int) -> tuple[bool, bool, bool]:
         """Returns which results of step `done` are in the run's folder already: (pictures, held-out figures, metrics),
         the same on all ranks. Call it on all ranks.
         """

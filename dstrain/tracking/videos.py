@@ -86,8 +86,8 @@ def _reduce_to_palette(frames: np.ndarray) -> list[Image.Image]:
     """
     pixels = frames.reshape(-1, 3)
     sample = pixels[:: -(-len(pixels) // _PALETTE_PIXELS)]
-    if len(np.unique(_convert_colours_to_numbers(sample))) <= 256:  # spares most large films the sorting of all pixels
-        codes, places = np.unique(_convert_colours_to_numbers(pixels), return_inverse=True)
+    if len(np.unique(_pack_rgb_into_integers(sample))) <= 256:  # spares most large films the sorting of all pixels
+        codes, places = np.unique(_pack_rgb_into_integers(pixels), return_inverse=True)
         if len(codes) <= 256:
             colours = np.zeros((256, 3), np.uint8)
             colours[: len(codes)] = np.stack((codes >> 16, codes >> 8 & 255, codes & 255), 1)
@@ -100,7 +100,7 @@ def _reduce_to_palette(frames: np.ndarray) -> list[Image.Image]:
     return [Image.fromarray(frame).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG) for frame in frames]
 
 
-def _convert_colours_to_numbers(pixels: np.ndarray) -> np.ndarray:
+def _pack_rgb_into_integers(pixels: np.ndarray) -> np.ndarray:
     """Converts each RGB colour to one number that stands for it: uint8 (n, 3) -> uint32 (n,)."""
     red, green, blue = pixels.astype(np.uint32).T
     return red << 16 | green << 8 | blue

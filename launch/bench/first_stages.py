@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dstrain import systems
-from dstrain.commands.evaluate import measure_system_on_source
+from dstrain.commands.evaluate import average_system_measurements_over_source
 from dstrain.commands.exits import run_main_with_exit_code
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.sources.images import open_images
@@ -68,7 +68,7 @@ def row(folder: Path) -> list[str]:
         alike.append(torch.stack(list(measure_psnr_and_ssim(picture, example["x_start"]).values()), 1)[valid])
     psnr, ssim = torch.cat(alike).mean(0).tolist()
     distance = distances.compute_frechet_distance(*moments(torch.cat(made)), *moments(torch.cat(originals)))
-    figures = measure_system_on_source(system, nets, source, batch=_BATCH, seed=run.seed)["figures"]
+    figures = average_system_measurements_over_source(system, nets, source, batch=_BATCH, seed=run.seed)["figures"]
     if "perplexity" in figures:
         bits = system.side**2 * math.log2(system.codebook_size)
         usage = [f"{1 - figures['dead_tokens']:.1%}", f"{figures['perplexity']:.0f}"]

@@ -25,7 +25,7 @@ from dstrain.checkpoint.fragments import Fragment, make_shard_file_name, write_s
 from dstrain.checkpoint.manifest import NAME, hash_files
 from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.disk.sealed import render_json_with_hash
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from tests.support.cases import CASES
 from tests.support.launch import ROOT, environment
 
@@ -178,7 +178,7 @@ def test_several_parts(tmp_path):
     assert done.weights == {first: "ema:0.5", second: "raw"}
     assert same(all_of(tmp_path / "out" / first), truth[first]["ema.0.5"])
     assert same(all_of(tmp_path / "out" / second), truth[second]["master"])
-    found = read_adapted_weights(tmp_path / "out", system)
+    found = read_weights_adapted_to_system(tmp_path / "out", system)
     said = json.loads((tmp_path / "out" / "consolidated.json").read_text())["files"]
     assert said == hash_files(tmp_path / "out", list(said)) and len(said) > 4
     assert all(same(found[part][0], all_of(tmp_path / "out" / part)) for part in truth)
@@ -192,12 +192,12 @@ def test_several_parts(tmp_path):
     gone = sorted((tmp_path / "out" / first).glob("model-00001*"))[0]
     gone.unlink()
     with pytest.raises(ValueError, match=f"is damaged .*{gone.name} is missing"):
-        read_adapted_weights(tmp_path / "out", system)
+        read_weights_adapted_to_system(tmp_path / "out", system)
     (tmp_path / "out" / "consolidated.json").unlink()
     with pytest.raises(ValueError, match=f"no file .*{gone.name}"):
-        read_adapted_weights(tmp_path / "out", system)
+        read_weights_adapted_to_system(tmp_path / "out", system)
     consolidate_weights(Order(tmp_path / "run", tmp_path / "first", "raw", first))
-    ((values, notes),) = read_adapted_weights(tmp_path / "first", system).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "first", system).values()
     assert same(values, truth[first]["master"])
     assert notes[-1] == f"{second} is not in {tmp_path / 'first'} and begins anew"
 
@@ -207,7 +207,7 @@ def test_trains_from_it(made, tmp_path, shard_size):
     """Oracle: the weights themselves, as init_from= reads the folder."""
     run, truth = made
     consolidate_weights(Order(run, tmp_path / "out", "raw", shard_size=shard_size))
-    found, changed = read_adapted_weights(tmp_path / "out", systems.build("dit", MODEL))["denoiser"]
+    found, changed = read_weights_adapted_to_system(tmp_path / "out", systems.build("dit", MODEL))["denoiser"]
     assert same(found, truth["master"]) and not [line for line in changed if "anew" in line]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dstrain import rng, systems
-from dstrain.commands.evaluate import _open_source_to_measure, measure_system_on_source
+from dstrain.commands.evaluate import _open_source_to_measure, average_system_measurements_over_source
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.builtin.fashion import Fashion
@@ -83,7 +83,9 @@ def together(rank: int) -> list[tuple[dict, int]]:
     found = []
     for size, batch in COUNTS:
         system = Known()
-        found.append((measure_system_on_source(system, {}, Numbers(size), batch=batch, seed=7), system.calls))
+        found.append(
+            (average_system_measurements_over_source(system, {}, Numbers(size), batch=batch, seed=7), system.calls)
+        )
     return found
 
 
@@ -96,7 +98,10 @@ def two(tmp_path_factory):
 def test_means_of_one_and_two_ranks(two, index):
     """Oracle: numpy over all numbers, in any batching; both ranks know all and have made equally many calls."""
     size, batch = COUNTS[index]
-    wanted, alone = expected(size), measure_system_on_source(Known(), {}, Numbers(size), batch=batch, seed=7)
+    wanted, alone = (
+        expected(size),
+        average_system_measurements_over_source(Known(), {}, Numbers(size), batch=batch, seed=7),
+    )
     for found, calls in [(alone, None)] + [of[index] for of in two]:
         assert found["figures"]["value"] == pytest.approx(wanted["value"], rel=1e-14)
         assert found["standard_errors"]["value"] == (pytest.approx(wanted["error"]) if size > 1 else None)
@@ -116,7 +121,7 @@ def test_values_that_are_not_finite():
             number = torch.where(torch.arange(len(number)) + number[0] > 4, -9.0, number)  # the filling
             return {"root": (2 - number).sqrt(), "curve": torch.stack((number, number.log()), 1)}
 
-    found = measure_system_on_source(Roots(), {}, Numbers(5), batch=2, seed=0)
+    found = average_system_measurements_over_source(Roots(), {}, Numbers(5), batch=2, seed=0)
     assert found["figures"] == {"root": None} and found["nonfinite_samples"] == 3
     assert found["curves"]["curve"] == [2.0, None]
 
@@ -150,7 +155,9 @@ def test_the_bound_of_a_plain_loop(num_steps, changes):
     """Oracle: bits_per_dim called for one image at a time, each with noise of its own key, averaged by numpy."""
     system, source = systems.build("dit", PIXELS | changes), Spread(Fashion(8, 1, "held_out"), 9)
     network = network_of(system)
-    found = measure_system_on_source(system, {"denoiser": network}, source, batch=4, seed=3, num_steps=num_steps)
+    found = average_system_measurements_over_source(
+        system, {"denoiser": network}, source, batch=4, seed=3, num_steps=num_steps
+    )
     chain = system.diffusion.respace("" if num_steps is None else str(num_steps))
     rows = []
     for index in range(9):
@@ -213,7 +220,7 @@ def test_quarters_of_flow_matching():
     system, source = systems.build("dit", MODEL | {"objective": "flow"}), Spread(Fashion(8, 1, "held_out"), 30)
     nets = {"denoiser": network_of(system)}
     system.measure = lambda nets, example, *_: system.evaluate(nets, example)  # as of latents, without likelihood
-    found = measure_system_on_source(system, nets, source, batch=7, seed=1)
+    found = average_system_measurements_over_source(system, nets, source, batch=7, seed=1)
     batch = next(iterate_held_out(source, 30, seed=1))
     del batch["valid"]
     terms = {name: values.numpy() for name, values in system.evaluate(nets, system.encode(batch)).items()}
@@ -229,7 +236,7 @@ def test_videos_are_measured(batch):
     """Oracle: numpy over the clips themselves, one by one: how much brighter the middle becomes."""
     source = MovingFashion(5, 8, 9, 1, "held_out")
     system = counting.build(counting.Config())
-    found = measure_system_on_source(system, system.networks(), Spread(source, 11), batch=batch, seed=0)
+    found = average_system_measurements_over_source(system, system.networks(), Spread(source, 11), batch=batch, seed=0)
     clips = [source[index * len(source) // 11] for index in range(11)]
     middles = [clip["video"][: clip["frames"], 0, 4, 4].numpy().astype(float) for clip in clips]
     assert found["figures"]["loss"] == pytest.approx(np.mean([middle[-1] - middle[0] for middle in middles]), rel=1e-6)
@@ -275,6 +282,8 @@ def test_a_source_that_reads_batches_is_asked_for_them(size, num, batch):
             raise AssertionError("item by item")
 
     whole, known = Whole(size), Known()
-    found = measure_system_on_source(known, {}, Spread(whole, num), batch=batch, seed=3)
-    assert found == measure_system_on_source(Known(), {}, Spread(Numbers(size), num), batch=batch, seed=3)
+    found = average_system_measurements_over_source(known, {}, Spread(whole, num), batch=batch, seed=3)
+    assert found == average_system_measurements_over_source(
+        Known(), {}, Spread(Numbers(size), num), batch=batch, seed=3
+    )
     assert whole.reads == known.calls

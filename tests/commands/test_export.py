@@ -37,7 +37,7 @@ from dstrain.disk.sealed import render_json_with_hash
 from dstrain.encoders.autoencoder import Autoencoder, hash_network
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.dit.presets import PRESETS
 from dstrain.systems.iddpm import to_diffusers as unets
 from dstrain.systems.optional import Imports
@@ -246,7 +246,7 @@ def test_an_export_and_its_card(tmp_path, name, words, kind, own):
         )
         assert (drawn - expected).abs().max() <= writer.TOLERATED["code"] * expected.abs().max()
         (tmp_path / "drawn.pt").unlink()
-    values, notes = read_adapted_weights(out, system)[first]
+    values, notes = read_weights_adapted_to_system(out, system)[first]
     state = nets[first].state_dict()
     assert values.keys() == state.keys() and all(torch.equal(values[key], state[key]) for key in state)
     assert notes[0].startswith(f"{first}: {len(state)} tensors loaded, 0 replaced")
@@ -328,7 +328,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
     folder, nets = begun(tmp_path, "tiny-vae", discriminator)
     export_run(ExportOptions(folder, tmp_path / "out", "safetensors"))
     run = recipe.load_recipe(folder / "run.yaml")
-    found = read_adapted_weights(tmp_path / "out", systems.build("vae", run.model))
+    found = read_weights_adapted_to_system(tmp_path / "out", systems.build("vae", run.model))
     assert found.keys() == nets.keys() == {"autoencoder", "discriminator"}
     for part, (values, notes) in found.items():
         state = nets[part].state_dict()
@@ -337,7 +337,7 @@ def test_parts_of_an_export_are_read_apart(tmp_path):
             f"{part}: {len(state)} tensors loaded, 0 replaced, 0 left, from {tmp_path / 'out' / part}.safetensors"
         ]
     (tmp_path / "out" / "discriminator.safetensors").unlink()
-    ((_, notes),) = read_adapted_weights(tmp_path / "out", systems.build("vae", run.model)).values()
+    ((_, notes),) = read_weights_adapted_to_system(tmp_path / "out", systems.build("vae", run.model)).values()
     assert notes[1] == f"discriminator is not in {tmp_path / 'out'} and begins anew"
 
 
@@ -373,7 +373,7 @@ def test_two_parts_in_deepspeeds_files(tmp_path):
         nets["autoencoder"].state_dict(),
     )
     assert export_run(ExportOptions(folder, tmp_path / "out")).name == "AutoencoderKL"
-    ((values, notes),) = read_adapted_weights(folder, system).values()
+    ((values, notes),) = read_weights_adapted_to_system(folder, system).values()
     assert all(torch.equal(values[name], state[name]) for name in state)
     assert "discriminator lies in DeepSpeed's own files" in notes[-1] and notes[-1].endswith("begins anew")
     exact, near = (first_stage.open_run_as_first_stage(folder, precision=precision) for precision in ("fp32", "bf16"))
@@ -402,7 +402,7 @@ def test_a_consolidated_folder_is_a_first_stage(tmp_path):
     system = systems.build("vae", recipe.load_recipe(folder / "run.yaml").model)
     for given in (tmp_path / "both", path.parent, path):  # the folder, one part's of it, one file
         with pytest.raises(ValueError, match="is damaged .autoencoder/model.safetensors has altered bytes"):
-            read_adapted_weights(given, system)
+            read_weights_adapted_to_system(given, system)
 
 
 @pytest.mark.parametrize("format", ["diffusers", "safetensors"])

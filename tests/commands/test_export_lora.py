@@ -13,7 +13,7 @@ from dstrain.commands.options.export import ExportOptions
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from tests.support.launch import ROOT, launch
 
 LORA = {"rank": 2, "alpha": 5.0}
@@ -58,7 +58,7 @@ def test_exports(train, tmp_path):
     kinds = trained.choose_raw_or_ema_by_part(system, checkpoint)
     network = trained.load_networks(system, checkpoint, kinds, torch.float32)["denoiser"]
     plain = systems.build(recipe.system, {name: value for name, value in recipe.model.items() if name != "lora"})
-    ((values, _),) = read_adapted_weights(tmp_path / "safetensors", plain).values()
+    ((values, _),) = read_weights_adapted_to_system(tmp_path / "safetensors", plain).values()
     merged = plain.networks()["denoiser"].eval()
     merged.load_state_dict(values)
     example = system.encode(system.synthetic(3))

@@ -22,7 +22,7 @@ def write_page(out: Path) -> None:
 
 def write_statistics(out: Path) -> None:
     words = ["--images", str(out.parent), "--metrics", "fd", "--write-reference", str(out)]
-    quality.write_reference(parse_options(EvaluateOptions, words))
+    quality.compute_and_write_reference_statistics(parse_options(EvaluateOptions, words))
 
 
 def write_table(out: Path) -> None:

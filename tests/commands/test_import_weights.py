@@ -16,7 +16,7 @@ from dstrain.checkpoint.store import read_manifest
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
-from dstrain.runs.folders import Resume, require_allowed_start
+from dstrain.runs.folders import Resume, require_start_allowed_in_folder
 from dstrain.systems.dit.network import DiT
 from tests.support import golden
 from tests.support.launch import here
@@ -198,7 +198,7 @@ def test_what_others_make_of_it(tmp_path, monkeypatch, capsys):
         back = read_weights(trained.find_checkpoint(again[-1]), "denoiser")
         assert back.keys() == state.keys() and all(torch.equal(back[key], state[key]) for key in state), name
     with pytest.raises(ConfigError, match="holds imported weights.*init_from="):
-        require_allowed_start(recipe.load_recipe(run / "run.yaml"), "data", Resume(allow_change=True))
+        require_start_allowed_in_folder(recipe.load_recipe(run / "run.yaml"), "data", Resume(allow_change=True))
 
 
 def test_a_part_that_the_file_has_not(tmp_path, monkeypatch, capsys):

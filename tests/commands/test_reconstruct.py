@@ -22,7 +22,7 @@ from dstrain.checkpoint.manifest import NAME, hash_files, read_manifest
 from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.commands.evaluate import evaluate_run
 from dstrain.commands.evaluating.quality import measure_quality
-from dstrain.commands.evaluating.sweep import format_report, measure_loss_by_width, measure_metric_by_width
+from dstrain.commands.evaluating.sweep import format_report, measure_loss_by_ema_width, measure_metric_by_ema_width
 from dstrain.commands.export import ExportOptions, export_run
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
@@ -32,7 +32,7 @@ from dstrain.engine.checkpoint import read_weights
 from dstrain.engine.ema.combine import hash_snapshots
 from dstrain.recipe import ConfigError
 from dstrain.runs import first_stage
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from tests.commands.test_export import DISCRIMINATOR, begun
 from tests.engine.ema.test_profiles import published_solution
 from tests.runs.test_weights import here
@@ -148,7 +148,7 @@ def test_its_own_average_stays_that_of_the_checkpoint(made, tmp_path, capsys):
     with pytest.raises(ConfigError, match="holds no EMA of decay 0.99; it holds 0.9; reconstructed"):
         generate_samples(GenerateOptions(folder, num=1, ema=0.99, out=tmp_path / "x"))
     system = systems.build("dit", other.recipe.model)
-    begins = read_adapted_weights(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
+    begins = read_weights_adapted_to_system(folder / "reconstructed" / "0.15" / "step_00000007", system)["denoiser"][0]
     assert all(
         torch.equal(begins[name], value)
         for name, value in dstrain.load(folder, ema=0.15).networks["denoiser"].state_dict().items()
@@ -189,7 +189,7 @@ def test_sweep(made, capsys):
     folder, _ = made
     widths = [one.width for one in make_weight_averages(ReconstructOptions(folder))]
     assert set(WIDTHS) <= set(widths) <= set(USUAL) and 0.01 not in widths
-    path, result = measure_loss_by_width(folder, 7, widths[:3], num_samples=16, batch=8)
+    path, result = measure_loss_by_ema_width(folder, 7, widths[:3], num_samples=16, batch=8)
     assert json.loads(path.read_text()) == result and Image.open(path.with_suffix(".png")).width > 300
     losses = result["scores"]["loss"]
     assert len(losses) == 3 and all(map(math.isfinite, losses)) and len(set(losses)) == 3
@@ -197,15 +197,15 @@ def test_sweep(made, capsys):
         result
     )
     assert losses[1] == pytest.approx(
-        measure_loss_by_width(folder, 7, widths[1:2], num_samples=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6
+        measure_loss_by_ema_width(folder, 7, widths[1:2], num_samples=16, batch=16)[1]["scores"]["loss"][0], rel=1e-6
     )
-    number = measure_loss_by_width(folder, 7, widths[:1], batch=16)[1]["samples"]
+    number = measure_loss_by_ema_width(folder, 7, widths[:1], batch=16)[1]["samples"]
     for asked, told in (
         (number, ""),
         (number + 1, f"--num-samples {number + 1}: {number} are held out"),
     ):
         capsys.readouterr()
-        assert measure_loss_by_width(folder, 7, widths[:1], num_samples=asked, batch=16)[1]["samples"] == number
+        assert measure_loss_by_ema_width(folder, 7, widths[:1], num_samples=asked, batch=16)[1]["samples"] == number
         assert capsys.readouterr().err.startswith(told) and bool(told) == ("--num-samples" in told)
 
 
@@ -214,13 +214,13 @@ def test_sweep_by_a_metric(made):
     folder, _ = made
     for metric, choose in (("fd", min), ("accuracy", max)):
         options = EvaluateOptions(metrics=(metric,), folder=folder, num=8, step=7, batch=4)
-        path, result = measure_metric_by_width(options, WIDTHS)
+        path, result = measure_metric_by_ema_width(options, WIDTHS)
         alone = [measure_quality(replace(options, ema=width))[1]["figures"][metric] for width in WIDTHS]
         assert result["scores"][metric] == alone and result["best"] == WIDTHS[alone.index(choose(alone))]
         assert json.loads(path.read_text()) == result and path.with_suffix(".png").exists()
         assert f"{metric} of 8 samples at step 7" in format_report(result)
     with pytest.raises(ConfigError, match="--metric pr: name one of fd, fid"):
-        measure_metric_by_width(replace(options, metrics=("pr",)), WIDTHS)
+        measure_metric_by_ema_width(replace(options, metrics=("pr",)), WIDTHS)
 
 
 WRONG = {

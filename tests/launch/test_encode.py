@@ -20,7 +20,7 @@ from dstrain.data.sources.images import open_images
 from dstrain.engine.checkpoint import read_weights
 from dstrain.recipe import ConfigError, load_recipe
 from dstrain.runs import trained
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.sampling.draw import draw_all_samples
 from dstrain.systems.base import Request
 from tests.support import clips, first_stage, tokenizer, towers
@@ -132,7 +132,7 @@ def same_parts(run, out, kind):
     assert load_recipe(out / "recipe.yaml") == recipe
     first = next(iter(system.parts))
     expected = read_weights(trained.find_checkpoint(run), first, kind)
-    weights, remarks = read_adapted_weights(out / f"{first}.safetensors", system)[first]
+    weights, remarks = read_weights_adapted_to_system(out / f"{first}.safetensors", system)[first]
     assert remarks == [f"{first}: {len(expected)} tensors loaded, 0 replaced, 0 left, from {out / first}.safetensors"]
     assert weights.keys() == expected.keys()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
@@ -322,14 +322,14 @@ def test_the_whole_way(tmp_path):
 
     done = export_run(Export(dit, tmp_path / "pipeline"))
     assert done.name == "DiTPipeline" and done.errors["code"] <= 1.01 / 255
-    ((values, notes),) = read_adapted_weights(tmp_path / "pipeline", system).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "pipeline", system).values()
     expected = read_weights(at, "denoiser", f"ema.{recipe.samples.ema or recipe.ema.decays[0]!r}")
     assert len(notes) == 1 and values.keys() == expected.keys()
     assert all(torch.equal(values[name], expected[name]) for name in expected)
     card = (tmp_path / "pipeline" / "README.md").read_text()
     assert (dit / "data.txt").read_text().strip() in card and "| Step | 60 of 60 |" in card
     assert (tmp_path / "pipeline" / "samples.png").read_bytes() == (dit / "samples/step_00000060.png").read_bytes()
-    assert read_adapted_weights(tmp_path / "pipeline", systems.build("vae", trained.read_recipe(run).model))[
+    assert read_weights_adapted_to_system(tmp_path / "pipeline", systems.build("vae", trained.read_recipe(run).model))[
         "autoencoder"
     ][1][0].endswith(f"0 replaced, 0 left, from {tmp_path / 'pipeline' / 'vae'} (AutoencoderKL)")
     assert export_run(Export(dit, tmp_path / "x", "safetensors", ema=0.99)).errors == {"denoiser": 0.0}

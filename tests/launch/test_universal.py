@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from dstrain import recipe, systems
 from dstrain.commands.consolidate import Order, consolidate_weights
 from dstrain.engine.optimizers import make_parameter_groups
-from dstrain.runs.weights import read_adapted_weights, read_state_dict
+from dstrain.runs.weights import read_state_dict, read_weights_adapted_to_system
 from tests.launch import check_universal
 from tests.support.checkpoints import convert
 from tests.support.launch import ROOT, free_port, run
@@ -75,14 +75,14 @@ def test_there_and_back(folders, system, tmp_path, stage):
     """
     at = folders / str(stage)
     expected = read_state_dict(at / "expected.safetensors")
-    ((part, (found, notes)),) = read_adapted_weights(at / "universal", system).items()
+    ((part, (found, notes)),) = read_weights_adapted_to_system(at / "universal", system).items()
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
     assert notes[0].startswith(f"{part}: {len(expected)} tensors loaded, 0 replaced, 0 left")
     with pytest.raises(ValueError, match="merge them with `dstrain consolidate"):
-        read_adapted_weights((at / "native").resolve(), system)
+        read_weights_adapted_to_system((at / "native").resolve(), system)
     part = shutil.copytree(at / "universal", tmp_path / "part", ignore=shutil.ignore_patterns("*_model_states.pt"))
     with pytest.raises(ValueError, match="part lacks mp_rank_00_model_states.pt .*: copy it from the folder"):
-        read_adapted_weights(part, system)
+        read_weights_adapted_to_system(part, system)
     words = train(tmp_path / "next", 2, *WORDS, f"init_from={at / 'universal'}")
     assert f"{len(expected)} tensors loaded" in finish(words)
 

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from dstrain.commands.evaluating.quality import write_reference
+from dstrain.commands.evaluating.quality import compute_and_write_reference_statistics
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.builtin.fashion import Fashion
 from dstrain.metrics import table
@@ -67,7 +67,7 @@ def statistics_file(tmp_path: Path, words: str) -> Path:
         images=pictures_in(tmp_path / "of"),
         write_reference=tmp_path / "f.npz",
     )
-    write_reference(options)
+    compute_and_write_reference_statistics(options)
     return tmp_path / "f.npz"
 
 

@@ -11,7 +11,7 @@ from dstrain import systems
 from dstrain.nn.lora import ATTENTION, Lora, add_adapters, convert_adapters_to_peft, merge_adapters_into_weights
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from tests.systems.dit.cases import TINY
 from tests.systems.iddpm.cases import UNET
 
@@ -134,7 +134,7 @@ def test_begins_as_the_network_was(name, model, tmp_path):
     for weight in base.parameters():
         nn.init.normal_(weight, std=0.1)
     save_file(base.state_dict(), tmp_path / "base.safetensors")
-    ((values, notes),) = read_adapted_weights(tmp_path / "base.safetensors", system).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "base.safetensors", system).values()
     assert network.load_state_dict(values, strict=False).missing_keys == [
         weight for weight in network.state_dict() if ".lora_" in weight
     ]
@@ -150,8 +150,8 @@ def test_other_adapters_are_refused(tmp_path):
     save_file({name: value.clone() for name, value in state.items()}, tmp_path / "file.safetensors")
     for system in (systems_of[3], systems.build("dit", TINY)):
         with pytest.raises(ConfigError, match="other adapters than the network, such as blocks.0.attn.proj.lora_A"):
-            read_adapted_weights(tmp_path / "file.safetensors", system)
-    ((values, _),) = read_adapted_weights(tmp_path / "file.safetensors", systems_of[2]).values()
+            read_weights_adapted_to_system(tmp_path / "file.safetensors", system)
+    ((values, _),) = read_weights_adapted_to_system(tmp_path / "file.safetensors", systems_of[2]).values()
     assert values.keys() == state.keys()
 
 

@@ -153,7 +153,8 @@ def test_sharing():
     found = advice.find_fit_with_shared_samples(tight)
     assert found.fits and find_changed_choices(case.estimate_costs(), found)["parallel.sequence"] == 2
     assert advice.find_fit_with_shared_samples(on(case, takes(shared) - 1)) is None
-    text = plan.describe_costs_and_fit(replace(case, run=found.run))[0]  # it fits, so that no advice is looked for
+    # It fits, so that no advice is looked for.
+    text = plan.describe_costs_and_memory_fit(replace(case, run=found.run))[0]
     assert f"batch {BATCH} = {WORLD // 2} groups of 2 ranks x 1 x 4" in text
 
 
@@ -172,7 +173,7 @@ def test_inputs_on_the_host():
     assert sent.collect_cost_figures()["moved_bytes"] == 9 * one
     assert any(
         "to the host, and back" in line
-        for line in plan.describe_costs_and_fit(replace(case, run=sent.run))[0].splitlines()
+        for line in plan.describe_costs_and_memory_fit(replace(case, run=sent.run))[0].splitlines()
     )
 
 
@@ -180,7 +181,7 @@ def test_no_change_fits():
     """Oracle: a run whose choices all take the least memory already."""
     least = on(tiny("zero3_offload.json", f"batch.global={WORLD}", "model.recompute=offload"), 2**30)
     assert advice.find_smallest_fitting_change(least.estimate_costs(), least) is None
-    assert "take larger GPUs" in plan.describe_costs_and_fit(least)[0]
+    assert "take larger GPUs" in plan.describe_costs_and_memory_fit(least)[0]
 
 
 def test_the_fastest_change(case):
@@ -221,7 +222,7 @@ def test_search(case, counting):
     ]
     assert len(estimates) == len(counted) == len(every) == 24
     assert [estimate.time.total for estimate in estimates] == sorted(estimate.time.total for estimate in every)
-    text, some = plan.search_and_describe_settings(fast)
+    text, some = plan.find_and_describe_fitting_settings(fast)
     lines = text.splitlines()
     assert some and len(lines) == 2 + plan._ROWS + 2 and "no step is that short" in lines[-1]
     assert int(lines[2].split()[1]) == estimates[0].micro_batch
@@ -235,21 +236,21 @@ def test_search(case, counting):
     assert all(estimate.run.parallel.sequence == 2 and estimate.fits for estimate in shared)
     assert kinds.isdisjoint((stage_of(each.settings), each.collect_choices()["model.recompute"]) for each in shared)
     assert any(not estimate.fits for estimate in counted)
-    assert not plan.search_and_describe_settings(on(fast, sizes[0] - 1))[1]
+    assert not plan.find_and_describe_fitting_settings(on(fast, sizes[0] - 1))[1]
 
 
 def test_the_table(case):
     """Oracle: its own JSON: every kind of bytes, the sum, the verdict and the change."""
-    values = json.loads(plan.describe_costs_and_fit(case, json=True)[0])
-    text, fits = plan.describe_costs_and_fit(case)
+    values = json.loads(plan.describe_costs_and_memory_fit(case, json=True)[0])
+    text, fits = plan.describe_costs_and_memory_fit(case)
     assert values["fits"] is fits is True and "it fits" in text and "advice" not in values
     assert values["device_bytes"] == sum(values["device"].values()) and len(text.splitlines()) <= 40
     for kind, size in values["device"].items():
         assert any(line.split()[:1] == [kind] for line in text.splitlines()) == (size > 0)
     tight = on(case, takes(case.estimate_costs()) - 1)
     values, (text, fits) = (
-        json.loads(plan.describe_costs_and_fit(tight, json=True)[0]),
-        plan.describe_costs_and_fit(tight),
+        json.loads(plan.describe_costs_and_memory_fit(tight, json=True)[0]),
+        plan.describe_costs_and_memory_fit(tight),
     )
     assert values["fits"] is fits is False and "DOES NOT FIT" in text and values["advice"]["fits"]
     assert len(values["advice"]["changes"]) == 1
@@ -258,9 +259,9 @@ def test_the_table(case):
     assert states <= values["elsewhen"].keys() | values["device"].keys()
     assert all(f"  {kind:14} {'none':>10}    then" in text for kind in values["elsewhen"]) and values["elsewhen"]
     chips = CHIPS["h200"], replace(CHIPS["h200"], link=1e6), case.chip  # some ms, minutes, none
-    texts = [plan.describe_costs_and_fit(replace(case, chip=chip))[0] for chip in chips]
+    texts = [plan.describe_costs_and_memory_fit(replace(case, chip=chip))[0] for chip in chips]
     assert ["no step is that short: below 5 ms" in text for text in texts] == [True, False, False]
-    fast = json.loads(plan.describe_costs_and_fit(replace(case, chip=CHIPS["h200"]), json=True)[0])
+    fast = json.loads(plan.describe_costs_and_memory_fit(replace(case, chip=CHIPS["h200"]), json=True)[0])
     seconds = fast["seconds"]
     assert seconds["total"] == seconds["compute"] + seconds["links"]
     assert fast["days"] == pytest.approx(60 * seconds["total"] / 86400)

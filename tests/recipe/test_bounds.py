@@ -16,8 +16,8 @@ from dstrain.recipe.section import (
     Section,
     find_section_class,
     iterate_fields,
-    mark_filled_in,
-    mark_fixed,
+    mark_fixed_on_resume,
+    mark_fixed_once_set,
 )
 from dstrain.systems.base import SystemConfig
 
@@ -363,8 +363,8 @@ def test_errors_in_other_words(tmp_path):
 
 
 class Marked(Own):
-    once: Annotated[int | None, mark_filled_in("give the old one")] = None
-    never: Annotated[int, mark_fixed("begin anew")] = 0
+    once: Annotated[int | None, mark_fixed_once_set("give the old one")] = None
+    never: Annotated[int, mark_fixed_on_resume("begin anew")] = 0
     free: Annotated[int, MAY_CHANGE] = 0
     plain: int = 0
 

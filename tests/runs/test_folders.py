@@ -24,7 +24,9 @@ def run(folder: Path, *overrides: str) -> Run:
 
 
 def check(wanted: Run, mark: str = MARK, *, from_scratch: bool = False, allow_change: bool = False) -> None:
-    folders.require_allowed_start(wanted, mark, folders.Resume(from_scratch=from_scratch, allow_change=allow_change))
+    folders.require_start_allowed_in_folder(
+        wanted, mark, folders.Resume(from_scratch=from_scratch, allow_change=allow_change)
+    )
 
 
 def refusal(wanted: Run, mark: str = MARK, **flags: bool) -> str:
@@ -156,7 +158,7 @@ def test_checkpoints_may_lie_on_another_disk_and_not_in_another_run(begun, tmp_p
     (tmp_path / "victim" / "run.yaml").write_text("")
     shutil.rmtree(begun / "checkpoints")
     (begun / "checkpoints").symlink_to(tmp_path / "disk" / "checkpoints")
-    folders.require_no_links(begun)
+    folders.require_no_symbolic_links(begun)
     (begun / "checkpoints").unlink()
     (begun / "checkpoints").symlink_to(tmp_path / "victim" / "checkpoints")
     assert "checkpoints is a link to" in refusal(run(begun))

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from dstrain import recipe, systems
 from dstrain.engine.checkpoint import read_weights
-from dstrain.runs.weights import choose_raw_or_ema_weights, read_adapted_weights, read_state_dict, write_part_weights
+from dstrain.runs.weights import (
+    choose_raw_or_ema_weights,
+    read_state_dict,
+    read_weights_adapted_to_system,
+    write_part_weights,
+)
 from dstrain.systems.base import System
 from tests.support.launch import ROOT, environment, here
 
@@ -149,7 +154,7 @@ def test_a_bare_safetensors_file(tmp_path):
     """Oracle: the tensors that were written."""
     state = weights()
     save_file(state, tmp_path / "weights.safetensors")
-    ((values, notes),) = read_adapted_weights(tmp_path / "weights.safetensors", dit()).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "weights.safetensors", dit()).values()
     assert same(values, state) and notes == [told(tmp_path / "weights.safetensors")]
 
 
@@ -158,7 +163,7 @@ def test_a_folder_of_safetensors_files(tmp_path):
     state = weights()
     for number, names in enumerate((list(state)[:9], list(state)[9:])):
         save_file({f"module._orig_mod.{name}": state[name] for name in names}, tmp_path / f"part{number}.safetensors")
-    ((values, notes),) = read_adapted_weights(tmp_path, dit()).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path, dit()).values()
     assert same(values, state) and notes == [told(tmp_path)]
 
 
@@ -188,7 +193,7 @@ def test_a_file_of_dits_train_py(tmp_path, layout):
         with ZipFile(tmp_path / "plain.pt") as plain, ZipFile(tmp_path / "0400000.pt", "w", ZIP_DEFLATED) as other:
             for member in plain.namelist():
                 other.writestr(member, plain.read(member))
-    ((values, notes),) = read_adapted_weights(tmp_path / "0400000.pt", dit()).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "0400000.pt", dit()).values()
     assert same(values, state) and notes == [told(tmp_path / "0400000.pt")]
     assert (str(tmp_path / "0400000.pt") in Path("/proc/self/maps").read_text()) != (legacy or packed)
 
@@ -197,7 +202,9 @@ def test_other_sizes_are_told(tmp_path):
     """Oracle: bicubic interpolation by torch of positions from 4 x 4 to 8 x 8; three class rows and "no label"."""
     state = weights()
     save_file(state, tmp_path / "w.safetensors")
-    ((values, notes),) = read_adapted_weights(tmp_path / "w.safetensors", dit(image_size=64, num_classes=3)).values()
+    ((values, notes),) = read_weights_adapted_to_system(
+        tmp_path / "w.safetensors", dit(image_size=64, num_classes=3)
+    ).values()
     grid = state["pos_embed"].view(1, 4, 4, 32).permute(0, 3, 1, 2)
     grid = torch.nn.functional.interpolate(grid, size=(8, 8), mode="bicubic", align_corners=False)
     torch.testing.assert_close(values["pos_embed"], grid.permute(0, 2, 3, 1).reshape(1, 64, 32))
@@ -214,7 +221,7 @@ def test_a_run_and_its_checkpoints(trained):
     assert not same(newest, older) and not same(newest, read_weights(checkpoint(trained, 4), "denoiser", "ema.0.99"))
     assert not same(newest, read_weights(checkpoint(trained, 4), "denoiser"))
     for path, expected in ((trained, newest), (checkpoint(trained, 4), newest), (checkpoint(trained, 2), older)):
-        ((values, notes),) = read_adapted_weights(path, dit()).values()
+        ((values, notes),) = read_weights_adapted_to_system(path, dit()).values()
         assert same(values, expected)
         assert notes == [told(path if path.parent.name == "checkpoints" else checkpoint(path, 4))]
         dit().networks()["denoiser"].load_state_dict(values)
@@ -240,10 +247,10 @@ def test_a_damaged_checkpoint_is_passed_over(copy, capsys):
         content[-100] ^= 1
         shard.write_bytes(content)
         if step == 4:
-            ((values, _),) = read_adapted_weights(copy, dit()).values()
+            ((values, _),) = read_weights_adapted_to_system(copy, dit()).values()
             assert same(values, older) and "step_00000004 is damaged" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"init_from=.*copy: the run has no whole checkpoint; train it first"):
-        read_adapted_weights(copy, dit())
+        read_weights_adapted_to_system(copy, dit())
 
 
 class Evil:
@@ -311,7 +318,7 @@ def test_refusals(wrong, tmp_path, monkeypatch, case):
     monkeypatch.chdir(tmp_path)
     name, expected = REFUSED[case]
     with pytest.raises(ValueError) as caught:
-        read_adapted_weights(wrong / name, dit())
+        read_weights_adapted_to_system(wrong / name, dit())
     assert expected in str(caught.value) and len(str(caught.value).splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
 
@@ -327,7 +334,7 @@ def test_a_run_of_another_system(trained):
     """Oracle: the run's own recipe, and what was asked for."""
     vae = systems.build("vae", {"kl": {"block_out_channels": [8, 16], "norm_num_groups": 4}, "image_size": 16})
     with pytest.raises(ValueError, match="init_from=.* of system dit, which trains denoiser and no autoencoder; name"):
-        read_adapted_weights(trained, vae)
+        read_weights_adapted_to_system(trained, vae)
 
 
 def test_folders_that_are_none(tmp_path):
@@ -336,24 +343,24 @@ def test_folders_that_are_none(tmp_path):
     (tmp_path / "theirs" / "global_step3" / "mp_rank_00_model_states.pt").write_bytes(b"")
     for path in (tmp_path / "theirs", tmp_path / "theirs" / "global_step3"):
         with pytest.raises(ValueError, match=r"DeepSpeed's own files: merge .*dstrain consolidate .*name DIR"):
-            read_adapted_weights(path, dit())
+            read_weights_adapted_to_system(path, dit())
     for content in ("[]", "3", '"_class_name"'):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match="config.json is damaged: copy it again"):
-            read_adapted_weights(tmp_path, dit())
+            read_weights_adapted_to_system(tmp_path, dit())
 
 
 def test_a_checkpoint_of_another_network(trained):
     """Oracle: the shapes of both networks."""
     with pytest.raises(ValueError, match=r"is \(192,\) in the file and \(384,\) in the network; set depth and hidden"):
-        read_adapted_weights(trained, dit(hidden_size=64))
+        read_weights_adapted_to_system(trained, dit(hidden_size=64))
 
 
 def test_init_from_a_run(runs):
     """Oracle: the EMA of the run that was named, after one step of rate 0, which changes nothing; fresh class rows."""
     trained, folder, said = runs
     source = read_weights(checkpoint(trained, 4), "denoiser", "ema.0.9")
-    ((expected, notes),) = read_adapted_weights(trained, dit(class_dropout_prob=0)).values()
+    ((expected, notes),) = read_weights_adapted_to_system(trained, dit(class_dropout_prob=0)).values()
     assert len(notes) == 2 and all(said.count(f"init_from: {note}\n") == 2 for note in notes)  # a dry run, a run
     assert notes[0] == told(checkpoint(trained, 4), replaced=1) and "complete: 1 steps" in said
     assert {name for name in source if not torch.equal(source[name], expected[name])} == {CLASSES}

@@ -80,10 +80,10 @@ def embed_image_caption_pairs(options: EncodeOptions) -> dict[str, Any]:
         get_phases().print_lines(*describe_truncated_captions(source, encoders.text))
     plan = _describe_embedding_settings(options, encoders, source) | ({"upright": True} if upright else {})
     count = -(-plan["pairs"] // options.shard_size)
-    with lock_and_prepare_folder(options.out, "embeds", lambda: _prepare_folder_or_explain(options, plan)):
+    with lock_and_prepare_folder(options.out, "embeds", lambda: _prepare_folder_or_return_problem(options, plan)):
         notes = make_missing_shards(
             range(count),
-            lambda number: _read_shard_record_if_whole(options.out, number),
+            lambda number: _read_record_if_shard_whole(options.out, number),
             lambda missing: _embed_missing_shards(options, encoders, source, missing),
         )
         bad = dict(entry for note in notes.values() for entry in note["unreadable"])
@@ -117,7 +117,7 @@ def _describe_embedding_settings(options: EncodeOptions, encoders: Encoders, sou
     }
 
 
-def _prepare_folder_or_explain(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
+def _prepare_folder_or_return_problem(options: EncodeOptions, plan: dict[str, Any]) -> str | None:
     """Writes pairs.json into options.out, makes the folders beside it, and removes half-written files. Returns None, or
     a message if the folder holds other embeddings or other files.
     """
@@ -144,7 +144,7 @@ def _prepare_folder_or_explain(options: EncodeOptions, plan: dict[str, Any]) -> 
     return None
 
 
-def _read_shard_record_if_whole(out: Path, number: int) -> dict[str, Any] | None:
+def _read_record_if_shard_whole(out: Path, number: int) -> dict[str, Any] | None:
     """Returns the content of a shard's done/shard_N.json. Returns None if that file cannot be read, or if a file of the
     shard has another hash than it says.
     """

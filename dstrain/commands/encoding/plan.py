@@ -60,7 +60,7 @@ def plan_encoding(options: EncodeOptions) -> Plan:
             )
     if _encodes_videos(stage) and options.num_captions is not None:
         raise ConfigError("--num-captions is for images, and each video has one caption: leave it out")
-    options = replace(options, upright=_should_turn_upright(options, stage))
+    options = replace(options, upright=_should_turn_pictures_upright(options, stage))
     texts = _open_text_encoder(options)
     return Plan(stage, texts, *_open_source_and_describe_encoding(options, stage, texts))
 
@@ -70,7 +70,7 @@ def _encodes_videos(stage: FirstStage) -> bool:
     return stage.data is not None and stage.data.num_frames is not None
 
 
-def _should_turn_upright(options: EncodeOptions, stage: FirstStage) -> bool:
+def _should_turn_pictures_upright(options: EncodeOptions, stage: FirstStage) -> bool:
     """Returns whether pictures are turned as their EXIF orientation says. This is so if the options, the run and the
     encoding that the folder already holds all say so.
     """
@@ -99,7 +99,7 @@ def _open_source_and_describe_encoding(
     """Opens the data, and encodes one sample to learn the shapes. Returns the data, and a dict of all settings that
     determine the codes (Plan.encoding). Raises ConfigError if a text encoder is given and the data have no captions.
     """
-    source, size = _open_source_with_size(options, stage)
+    source, size = _open_source_and_choose_width(options, stage)
     (first,), _ = read_items_or_substitutes(source, [0])
     if text_encoder is not None and "caption" not in first:
         raise ConfigError(
@@ -154,7 +154,7 @@ def _open_source_and_describe_encoding(
     return source, encoding
 
 
-def _open_source_with_size(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
+def _open_source_and_choose_width(options: EncodeOptions, stage: FirstStage) -> tuple[Source, int]:
     """Opens the images or videos to encode. Returns them, and the side of images or the width of videos in pixels.
     Raises ConfigError if the options name nothing to open, or if it cannot be opened.
     """

@@ -59,7 +59,7 @@ def measure_quality(options: EvaluateOptions) -> tuple[Path | None, dict[str, An
         images, facts = _open_and_describe_measured_images(options, run)
         assert isinstance(images, Stories)
         with use_precision(options.precision), reword_errors(options=OPTIONS):
-            values = clips.compute_scene_scores(images.sum_story_scores(networks["scenes"]))
+            values = clips.compute_scene_scores(images.draw_stories_and_sum_scores(networks["scenes"]))
     else:
         _require_enough_samples(options)
         networks = table.open_metric_networks(options.metrics or (), options.features)
@@ -119,7 +119,7 @@ def _require_enough_samples(options: EvaluateOptions) -> None:
         table.require_enough_images(options.num, f"--num-samples {options.num}: ")
 
 
-def write_reference(options: EvaluateOptions) -> str:
+def compute_and_write_reference_statistics(options: EvaluateOptions) -> str:
     """Writes the statistics of a set of images, or of a run's data, to the file options.write_reference, which can be
     given as --reference later. Returns the line to print. Call it on all ranks.
 

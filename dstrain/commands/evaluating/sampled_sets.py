@@ -124,7 +124,7 @@ class Stories(Drawn):
             )
 
     @torch.no_grad()
-    def sum_story_scores(self, network: Features) -> torch.Tensor:
+    def draw_stories_and_sum_scores(self, network: Features) -> torch.Tensor:
         """Draws all stories, and sums their scores over stories and ranks. Returns float64 (6, scenes): six scores of
         each scene, see metrics/clips.py.
         """

@@ -29,7 +29,7 @@ from dstrain.sampling.draw import evaluate_held_out_batches
 from dstrain.tracking import figures
 
 
-def require_sweep_possible(folder: Path, options: EvaluateOptions | None) -> None:
+def require_measurable_averages(folder: Path, options: EvaluateOptions | None) -> None:
     """Raises ConfigError if the averages of a run cannot be measured. Call it before they are made. With
     options.metrics they are measured by that metric, otherwise by the held-out loss, which needs held-out samples.
     """
@@ -50,7 +50,7 @@ def _open_held_out_samples(folder: Path, run: Run) -> Source:
     return source
 
 
-def measure_loss_by_width(
+def measure_loss_by_ema_width(
     folder: Path, step: int, widths: Sequence[float], num_samples: int | None = None, batch: int = 32
 ) -> tuple[Path, dict[str, Any]]:
     """Measures the held-out loss of a run's averages at `step`, of each width in `widths`, on all ranks together. Uses
@@ -81,13 +81,13 @@ def measure_loss_by_width(
     return _print_and_write_scores(folder, facts, "loss", widths, scores)
 
 
-def measure_metric_by_width(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
+def measure_metric_by_ema_width(options: EvaluateOptions, widths: Sequence[float]) -> tuple[Path, dict[str, Any]]:
     """Measures one metric of the pictures that each average draws, with the same noise at every width. Returns the path
     of the JSON file, and its content.
 
     Raises ConfigError if the metric has several figures, or if something cannot be measured, see `measure_quality`.
     """
-    require_sweep_possible(options.run_folder, options)
+    require_measurable_averages(options.run_folder, options)
     (metric,) = options.metrics or ("",)
     results = [measure_quality(replace(options, ema=width))[1] for width in widths]
     facts = {name: results[0][name] for name in ("run", "step", "split", "samples", "reference", "sampling")}
@@ -111,7 +111,7 @@ def _print_and_write_scores(
     result = {**facts, "judge": score_name, "widths": list(widths), "scores": columns, "best": best}
     metric = "" if score_name == "loss" else f"_{score_name}"
     path = folder / RECONSTRUCTED / f"sweep{metric}_step_{facts['step']:08d}.json"
-    print_and_write_result(path, result, format_report(result), figures.plot_sweep)
+    print_and_write_result(path, result, format_report(result), figures.plot_score_by_ema_width)
     return path, result
 
 

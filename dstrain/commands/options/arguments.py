@@ -214,7 +214,7 @@ def parse_file_size(text: str) -> int:
     return max(1, int(float(match[1]) * _UNITS[match[2].upper()]))
 
 
-def parse_binary_size(text: str) -> int:
+def parse_size_in_binary_units(text: str) -> int:
     """Parses a size in bytes such as 256M, which is 256 x 2^20; K, M and G are powers of 1024. Raises ArgumentTypeError
     for any other text, and for 0.
     """

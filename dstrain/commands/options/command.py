@@ -69,12 +69,12 @@ def make_argument_field(metavar: str, help_text: str, parse: Callable[[str], Any
     return field(default=None, metadata={_SPEC: Spec(help_text, parse, metavar=metavar, positional="?", **more)})
 
 
-def make_words_field(metavar: str, help_text: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
+def make_remaining_words_field(metavar: str, help_text: str, parse: Callable[[str], Any] = str, **more: Any) -> Any:
     """Returns a dataclass field for all remaining words without dashes. Its value is a tuple."""
     return field(default=(), metadata={_SPEC: Spec(help_text, parse, metavar=metavar, positional="*", **more)})
 
 
-def make_trailing_field(metavar: str, help_text: str) -> Any:
+def make_words_after_dashes_field(metavar: str, help_text: str) -> Any:
     """Returns a dataclass field for the words after -- on the command line. Its value is a tuple."""
     return field(default=(), metadata={_SPEC: Spec(help_text, metavar=metavar, positional=_BEHIND)})
 

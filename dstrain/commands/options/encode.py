@@ -165,7 +165,7 @@ class EncodeOptions(Weights):
         named (embedding pairs need none).
         """
         if self.makes_embedding_pairs:
-            self._check_pair_options()
+            self._check_embedding_pair_options()
             return
         if (self.run is None) == (self.first_stage is None):
             raise ConfigError("name one first stage: the folder of a run, or --first-stage PATH; --help shows how")
@@ -176,7 +176,7 @@ class EncodeOptions(Weights):
                 "--ema, --raw and --checkpoint choose among a run's weights; leave them out with --first-stage"
             )
 
-    def _check_pair_options(self) -> None:
+    def _check_embedding_pair_options(self) -> None:
         """Raises ConfigError if an option that embedding pairs need is missing, or if one is given that they do not
         use.
         """

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.command import make_argument_field, make_option_field, make_words_field
+from dstrain.commands.options.command import make_argument_field, make_option_field, make_remaining_words_field
 from dstrain.commands.options.shared import Trusting
 
 
@@ -31,7 +31,7 @@ class ImportOptions(Trusting):
         "PriorTransformer), what `dstrain consolidate` or `dstrain export` has written",
         missing="name the file or folder of weights; --help shows how",
     )
-    overrides: tuple[str, ...] = make_words_field("key=value", "entries of the recipe")
+    overrides: tuple[str, ...] = make_remaining_words_field("key=value", "entries of the recipe")
     recipe: Path = make_option_field(
         None,
         "what they are weights of: YAML, or the name of a recipe that is shipped; its data need not be here",

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from dstrain.commands.options.command import Command, make_argument_field, make_option_field, make_words_field
+from dstrain.commands.options.command import Command, make_argument_field, make_option_field, make_remaining_words_field
 from dstrain.recipe import ConfigError, Data, load_recipe
 
 
@@ -27,7 +27,7 @@ class IndexOptions(Command):
         "what a recipe has as data.path",
         missing="name the data: dstrain index DATA; --help shows how",
     )
-    overrides: tuple[str, ...] = make_words_field(
+    overrides: tuple[str, ...] = make_remaining_words_field(
         "data.key=value",
         "as in a recipe: data.num_frames=17 for clips, data.captions=FILE; with data.buckets=[5,9,17], the frames of "
         "clips are counted",

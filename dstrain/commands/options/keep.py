@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_nonnegative_integer, parse_nonnegative_number
-from dstrain.commands.options.command import Command, make_option_field, make_trailing_field, parse_options
+from dstrain.commands.options.command import Command, make_option_field, make_words_after_dashes_field, parse_options
 from dstrain.commands.options.train import TrainOptions
 from dstrain.recipe import ConfigError
 
@@ -25,7 +25,7 @@ class KeepOptions(Command):
 
     usage: ClassVar[str] = "dstrain keep [options] -- deepspeed [...] --module dstrain train [...]"
 
-    words: tuple[str, ...] = make_trailing_field("-- COMMAND", "the training command, with its launcher")
+    words: tuple[str, ...] = make_words_after_dashes_field("-- COMMAND", "the training command, with its launcher")
     max_restarts: int = make_option_field(20, "restarts at most", parse_nonnegative_integer, metavar="N")
     backoff: float = make_option_field(
         5.0,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.arguments import parse_binary_size, parse_fraction_below_1
-from dstrain.commands.options.command import Command, make_argument_field, make_option_field, make_words_field
+from dstrain.commands.options.arguments import parse_fraction_below_1, parse_size_in_binary_units
+from dstrain.commands.options.command import Command, make_argument_field, make_option_field, make_remaining_words_field
 from dstrain.recipe import ConfigError, Data, load_recipe
 
 
@@ -29,7 +29,7 @@ class PackOptions(Command):
         "a folder or a file of data, as data.path",
         missing="name the data; --help shows how",
     )
-    overrides: tuple[str, ...] = make_words_field(
+    overrides: tuple[str, ...] = make_remaining_words_field(
         "data.KEY=VALUE",
         "how DATA is read, as in a recipe: data.labels=prefix, data.captions=FILE, data.index=FOLDER",
     )
@@ -47,7 +47,11 @@ class PackOptions(Command):
         choices=("shards", "tar"),
     )
     shard_bytes: int = make_option_field(
-        1 << 28, "bytes of a shard, about; 256M and 1G are understood", parse_binary_size, metavar="N", shown="256M"
+        1 << 28,
+        "bytes of a shard, about; 256M and 1G are understood",
+        parse_size_in_binary_units,
+        metavar="N",
+        shown="256M",
     )
     captions: bool = make_option_field(False, "captions of images, too; those of videos are always kept")
     images: bool = make_option_field(False, "of a folder with videos among images, the images alone")

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from dstrain.commands.options.command import make_option_field, make_words_field
+from dstrain.commands.options.command import make_option_field, make_remaining_words_field
 from dstrain.commands.options.shared import Trusting
 
 
@@ -18,7 +18,7 @@ class ReportOptions(Trusting):
 
     usage: ClassVar[str] = "dstrain report RUN [RUN ...] [--out FILE]"
 
-    runs: tuple[Path, ...] = make_words_field(
+    runs: tuple[Path, ...] = make_remaining_words_field(
         "RUN",
         "a run's folder, for example runs/dit-small; it may be training. Several are compared: the same curves over "
         "steps, samples or hours, what differs in their recipes, the same seeds side by side",

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from dstrain.commands.options.arguments import parse_positive_integer, parse_profile_steps_and_ranks
-from dstrain.commands.options.command import make_option_field, make_words_field
+from dstrain.commands.options.command import make_option_field, make_remaining_words_field
 from dstrain.commands.options.shared import Trusting
 from dstrain.commands.options.shipped import DS_CONFIG, RECIPE
 from dstrain.recipe import ConfigError
@@ -32,7 +32,7 @@ class RecipeOptions(Trusting):
         metavar="FILE",
         aliases=("--ds-config", "--deepspeed_config"),
     )
-    overrides: tuple[str, ...] = make_words_field("key=value", "entries of the recipe")
+    overrides: tuple[str, ...] = make_remaining_words_field("key=value", "entries of the recipe")
 
     def check_options(self) -> None:
         """Raises ConfigError for a file name that stands alone, without --recipe or --ds_config before it."""

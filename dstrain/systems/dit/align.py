@@ -18,7 +18,7 @@ from dstrain.distributed.progress import get_phases
 from dstrain.encoders.image import VisionTower
 from dstrain.encoders.precision import Precision, use_precision
 from dstrain.nn.fitting import Shapes
-from dstrain.recipe import MAY_CHANGE, ConfigError, Section, mark_filled_in
+from dstrain.recipe import MAY_CHANGE, ConfigError, Section, mark_fixed_once_set
 from dstrain.systems.base import Example
 from dstrain.systems.dit.trunk import gather_kept_tokens
 
@@ -45,9 +45,9 @@ class Align(Section):
     """repa: local folder of a vision encoder of transformers, DINOv2 or DINOv3."""
     hidden: int = Field(2048, ge=0)
     """repa: width of the projector's two inner layers; 0: one linear map (RAEv2)."""
-    width: Annotated[int | None, mark_filled_in()] = Field(None, ge=1)
+    width: Annotated[int | None, mark_fixed_once_set()] = Field(None, ge=1)
     """Width of the encoder's features, filled in from its folder."""
-    fingerprint: Annotated[str | None, mark_filled_in(f"put the earlier encoder back at {_KEY}")] = None
+    fingerprint: Annotated[str | None, mark_fixed_once_set(f"put the earlier encoder back at {_KEY}")] = None
     """Fingerprint of the only encoder to accept. None accepts any; that of the folder is written into the run."""
     precision: Annotated[Precision | None, MAY_CHANGE] = None
     """fp32, tf32 or bf16: in which the encoder computes; None: tf32 where the GPU has it."""

@@ -8,7 +8,7 @@ from dstrain.diffusion.process import Flow
 from dstrain.encoders import autoencoder
 from dstrain.encoders.reader import ReadsTexts
 from dstrain.nn.lora import Lora
-from dstrain.recipe import MAY_CHANGE, ConfigError, mark_filled_in, mark_fixed
+from dstrain.recipe import MAY_CHANGE, ConfigError, mark_fixed_on_resume, mark_fixed_once_set
 from dstrain.recipe.shapes import Shape
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.dit.align import Align, Routing
@@ -110,17 +110,17 @@ class Fields(SystemConfig, ReadsTexts):
     """Leading channels that are guided; None means all; 3 is what the published samples did."""
     first_stage: FirstStage | None = None
     """Autoencoder whose latents are modelled; None models what the data hold."""
-    sizes: Annotated[tuple[Shape, ...] | None, mark_fixed("give the earlier data.buckets")] = None
+    sizes: Annotated[tuple[Shape, ...] | None, mark_fixed_on_resume("give the earlier data.buckets")] = None
     """Widths and heights of the images that it learns from, filled in from data.buckets; None: image_size squared.
     Positions of any size run over the range of image_size: leave that as it was where init_from is given."""
-    size_conditions: Annotated[bool, mark_filled_in()] = False
+    size_conditions: Annotated[bool, mark_fixed_once_set()] = False
     """Whether the original size of an image and its crop are conditions, filled in from data.size_conditions."""
     size_embedding: Literal["sdxl", "pixart"] = "sdxl"
     """How these become a vector: all six numbers together (SDXL), or the original height and width and the crop's
     height / width apart, a third of hidden_size each (PixArt's network of 1,024 pixels)."""
     interpolation_scale: int = Field(1, ge=1)
     """What places of patches are divided by before their sines are taken: 2 in PixArt's networks of 1,024 pixels."""
-    codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
+    codes: Annotated[Codes | None, mark_fixed_on_resume("give the data.path of the earlier latents")] = None
     """Latents that data.path holds ready, filled in from its index; the first stage then only decodes."""
 
     def get_routed_block_range(self) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from dstrain.encoders.autoencoder import Autoencoder, Values
 from dstrain.encoders.precision import Precision
-from dstrain.recipe import MAY_CHANGE, ConfigError, Section, mark_filled_in
+from dstrain.recipe import MAY_CHANGE, ConfigError, Section, mark_fixed_once_set
 from dstrain.recipe import Codes as RunCodes
 
 
@@ -16,13 +16,13 @@ class FirstStage(Section):
     path: str
     """Folder of a diffusers AutoencoderKL (or of a pipeline with a vae/) or AutoencoderRAE, or its name on the Hugging
     Face hub."""
-    scaling_factor: Annotated[float | None, mark_filled_in()] = Field(None, gt=0)
+    scaling_factor: Annotated[float | None, mark_fixed_once_set()] = Field(None, gt=0)
     """Latents are multiplied by it. None takes the autoencoder's own; that of a folder is written into the run."""
-    shift: Annotated[float | None, mark_filled_in()] = None
+    shift: Annotated[float | None, mark_fixed_once_set()] = None
     """Subtracted from latents before they are scaled; None as for scaling_factor."""
-    fingerprint: Annotated[str | None, mark_filled_in("put the earlier autoencoder back at model.first_stage.path")] = (
-        None
-    )
+    fingerprint: Annotated[
+        str | None, mark_fixed_once_set("put the earlier autoencoder back at model.first_stage.path")
+    ] = None
     """Fingerprint of the only autoencoder to accept. None accepts any; that of a folder is written into the run."""
     factor: int = Field(8, ge=1)
     """Image side / latent side."""
@@ -42,7 +42,7 @@ class Codes(Section):
     """Fingerprint of the autoencoder that made them."""
     text: tuple[int, int] | None = None
     """Tokens and width of the text encodings beside them, for condition=text; None: there are none."""
-    text_encoder: Annotated[str | None, mark_filled_in("give the data.path of the earlier latents")] = None
+    text_encoder: Annotated[str | None, mark_fixed_once_set("give the data.path of the earlier latents")] = None
     """Fingerprint of the encoder that made these."""
 
     def require_latents_match_input(
@@ -75,10 +75,10 @@ class Codes(Section):
 class Latents(Section):
     normalize: Literal["scale", "channels"] = "scale"
     """By one factor for all channels, or each channel to mean 0 and deviation 1 (LightningDiT, RAE)."""
-    mean: Annotated[tuple[float, ...] | None, mark_filled_in()] = None
+    mean: Annotated[tuple[float, ...] | None, mark_fixed_once_set()] = None
     """Of each channel, for channels. None takes those of the latents in data.path, which `dstrain encode` has measured,
     else latents_mean of the autoencoder's config."""
-    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, mark_filled_in()] = None
+    std: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, mark_fixed_once_set()] = None
     """Deviation of each channel; None as for mean, of latents_std."""
 
     @classmethod

@@ -8,7 +8,7 @@ from dstrain.diffusion import schedule
 from dstrain.diffusion.gaussian import LOSSES, PREDICTIONS, GaussianDiffusion
 from dstrain.diffusion.process import ChainProcess, Flow, Process
 from dstrain.nn.lora import Lora, list_lora_conflicts
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, mark_fixed
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, mark_fixed_on_resume
 from dstrain.recipe.shapes import Shape, require_divisible_sides
 from dstrain.systems.base import SystemConfig
 from dstrain.systems.iddpm.network import GROUPS
@@ -88,7 +88,7 @@ class Config(SystemConfig):
     uniform_prob: float = Field(0.001, ge=0, le=1)
     """Share of timesteps that loss-second-moment draws uniformly."""
 
-    sizes: Annotated[tuple[Shape, ...] | None, mark_fixed("give the earlier data.buckets")] = None
+    sizes: Annotated[tuple[Shape, ...] | None, mark_fixed_on_resume("give the earlier data.buckets")] = None
     """Widths and heights of the images that it learns from, filled in from data.buckets; None: image_size squared.
     attention_resolutions name the levels that they are at image_size."""
 

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from dstrain.encoders.frozen import is_available_offline
 from dstrain.encoders.reader import ReadsTexts, derive_text_fields_from_cache, replace_text_encoder
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in, mark_fixed
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_fixed_on_resume, mark_fixed_once_set
 from dstrain.systems.base import SystemConfig, list_indivisible_counts
 from dstrain.systems.beginnings import require_valid_cut_shares
 from dstrain.systems.phenaki import codec
@@ -15,9 +15,11 @@ SAMPLERS = ("confidence", "critic")
 
 
 class Tokenizer(Section):
-    path: Annotated[str, mark_filled_in()]
+    path: Annotated[str, mark_fixed_once_set()]
     """Folder of a trained tokenizer: dstrain export RUN --format safetensors --out FOLDER."""
-    fingerprint: Annotated[str | None, mark_filled_in("put the earlier tokenizer back at model.tokenizer.path")] = None
+    fingerprint: Annotated[
+        str | None, mark_fixed_once_set("put the earlier tokenizer back at model.tokenizer.path")
+    ] = None
     """The only tokenizer that is accepted; None accepts any, and writes down that of the folder."""
 
 
@@ -30,7 +32,7 @@ class Codes(Section):
     """Fingerprint of the tokenizer that made them."""
     text: tuple[int, int] | None
     """Tokens and width of the text encodings beside them; None: there are none."""
-    text_encoder: Annotated[str | None, mark_filled_in("give the data.path of the earlier latents")] = None
+    text_encoder: Annotated[str | None, mark_fixed_once_set("give the data.path of the earlier latents")] = None
     """Fingerprint of the encoder that made these."""
 
 
@@ -80,7 +82,7 @@ class Config(SystemConfig, ReadsTexts):
     """Frames of each latent frame after the first, which is one frame; filled in as above."""
     tokenizer: Tokenizer | None = None
     """Encodes videos and decodes samples; None: the model learns from cached tokens and draws nothing."""
-    codes: Annotated[Codes | None, mark_fixed("give the data.path of the earlier latents")] = None
+    codes: Annotated[Codes | None, mark_fixed_on_resume("give the data.path of the earlier latents")] = None
     """What the index of data.path says of cached tokens, filled in; None: the data hold none."""
 
     dim: int = Field(512, ge=1)

@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from dstrain.diffusion.schedule import SCHEDULES
 from dstrain.encoders.frozen import is_available_offline
-from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_filled_in
+from dstrain.recipe import MAY_CHANGE, ConfigError, Run, Section, mark_fixed_once_set
 from dstrain.systems.base import SystemConfig
 
 LOSSES = ("l2", "l1", "huber")
@@ -97,7 +97,7 @@ class Config(SystemConfig):
     num_candidates: Annotated[int, MAY_CHANGE] = Field(2, ge=1, le=10_000)
     """Samples drawn for each text, of which the one nearest to the text embedding is kept."""
 
-    text_encoder: Annotated[str | None, mark_filled_in()] = None
+    text_encoder: Annotated[str | None, mark_fixed_once_set()] = None
     """Folder or hub name of the encoder of captions: read for prompts, and where the data hold no text embeddings."""
     evaluate_steps: Annotated[tuple[int, ...], MAY_CHANGE] = ()
     """Steps of the chains whose similarities are measured on held-out data in training; () measures the loss alone."""

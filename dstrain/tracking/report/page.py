@@ -147,7 +147,7 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
             charts.setdefault(title, []).append((place, column, name))
     most = max(50, min(_PER_CURVE, _POINTS // max(1, sum(map(len, charts.values())))))
 
-    def rank_title(title: str) -> tuple[int, int]:
+    def make_title_sort_key(title: str) -> tuple[int, int]:
         """Returns the key by which charts are sorted: first the titles in _FIRST, then the others as they came."""
         known = [place for place, first in enumerate(_FIRST) if title == first or title.startswith(f"{first} by ")]
         return known[0] if known else len(_FIRST), list(charts).index(title)
@@ -155,9 +155,11 @@ def _make_charts(records: Sequence[Record]) -> list[dict[str, Any]]:
     return [
         {
             "title": title,
-            "traces": [_make_trace(records[place], place, column, name, most) for place, column, name in charts[title]],
+            "traces": [
+                _make_chart_curve(records[place], place, column, name, most) for place, column, name in charts[title]
+            ],
         }
-        for title in sorted(charts, key=rank_title)
+        for title in sorted(charts, key=make_title_sort_key)
     ]
 
 
@@ -176,7 +178,7 @@ def _find_uninformative_columns(records: Sequence[Record]) -> dict[str, str]:
     return {column: found[0] for column, found in reasons.items() if found[0] and len({*found}) == 1}
 
 
-def _make_trace(record: Record, run_number: int, column: str, name: str, max_points: int) -> dict[str, Any]:
+def _make_chart_curve(record: Record, run_number: int, column: str, name: str, max_points: int) -> dict[str, Any]:
     """Returns a curve of a chart: one column of one run, thinned to about `max_points` points."""
     steps, values = record.metrics.get_steps_and_values(column)
     kept = metrics.select_curve_indices(values, max_points)

@@ -66,7 +66,7 @@ def read_record(folder: Path, label: str | None = None) -> Record:
         )
     remarks: list[str] = []
 
-    def read_or_remark(name: str, reader: Callable[[Path], _Read], default: _Read) -> _Read:
+    def read_file_or_add_remark(name: str, reader: Callable[[Path], _Read], default: _Read) -> _Read:
         """Returns `reader(path)` for the run's file `name`. If the file is missing, returns `default`. If it cannot
         be read, returns `default`, too, and adds a remark.
         """
@@ -78,8 +78,8 @@ def read_record(folder: Path, label: str | None = None) -> Record:
             remarks.append(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}")
             return default
 
-    run = read_or_remark("run.yaml", load_recipe, None)
-    columns = read_or_remark(
+    run = read_file_or_add_remark("run.yaml", load_recipe, None)
+    columns = read_file_or_add_remark(
         "metrics.jsonl", metrics.read_metrics_columns, metrics.Metrics(np.empty(0, np.int64), np.empty(0), {})
     )
     record = Record(
@@ -87,17 +87,19 @@ def read_record(folder: Path, label: str | None = None) -> Record:
     )
     if run is not None:
         record.differing, record.recipe = _list_nondefault_entries(run, remarks), dump_run(run)
-    settings = read_or_remark("ds_config.json", small.read_json, {})
+    settings = read_file_or_add_remark("ds_config.json", small.read_json, {})
     record.settings = settings if isinstance(settings, dict) else {}
-    events = read_or_remark("events.jsonl", _read_events, [])
+    events = read_file_or_add_remark("events.jsonl", _read_events, [])
     record.starts = [event for event in events if event["event"] == "start"]
     record.rollbacks = [event for event in events if event["event"] == "rollback"]
     record.hours = metrics.compute_training_hours(columns, [event["time"] for event in record.starts])
     record.pictures = pictures.find_pictures_by_kind_and_step(folder / "samples")
     record.evaluations = _read_evaluations(folder / "evaluation", remarks)
-    record.bad_files = read_or_remark("bad_files.txt", _read_last_lines, [])
-    record.log = [line for line in read_or_remark("log.txt", _read_last_lines, []) if not _is_metrics_line(line)]
-    record.data = "\n".join(read_or_remark("data.txt", _read_last_lines, []))
+    record.bad_files = read_file_or_add_remark("bad_files.txt", _read_last_lines, [])
+    record.log = [
+        line for line in read_file_or_add_remark("log.txt", _read_last_lines, []) if not _is_metrics_line(line)
+    ]
+    record.data = "\n".join(read_file_or_add_remark("data.txt", _read_last_lines, []))
     if columns.foreign:
         remarks.append(f"half-written or foreign lines of metrics.jsonl, which are left out: {columns.foreign:,}")
     if columns.dropped:

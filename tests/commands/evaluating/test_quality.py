@@ -11,7 +11,12 @@ from PIL import Image
 from dstrain import recipe, systems
 from dstrain.commands.evaluating import quality as module
 from dstrain.commands.evaluating import sampled_sets
-from dstrain.commands.evaluating.quality import Drawn, format_report, measure_quality, write_reference
+from dstrain.commands.evaluating.quality import (
+    Drawn,
+    compute_and_write_reference_statistics,
+    format_report,
+    measure_quality,
+)
 from dstrain.commands.generate import GenerateOptions, generate_samples
 from dstrain.commands.options.evaluate import EvaluateOptions
 from dstrain.data.open import open_sources
@@ -60,7 +65,7 @@ def test_a_run(run, words, tmp_path):
     generated = generate_samples(GenerateOptions(run, NUM, seed=5, batch=4, out=tmp_path / "pictures", ema=0.9))
     common = {"metrics": METRICS, "features": (words,)}
     data = tmp_path / "data.npz"
-    assert "statistics of" in write_reference(
+    assert "statistics of" in compute_and_write_reference_statistics(
         EvaluateOptions(**common, folder=run, split="held_out", write_reference=data)
     )
     of_files = measure_quality(EvaluateOptions(**common, images=generated, reference=data))[1]
@@ -99,7 +104,7 @@ def test_images_in_buckets(words, tmp_path):
         (folder := tmp_path / str(len(written))).mkdir()
         (folder / "run.yaml").write_text(recipe.dump_run(begun), encoding="utf-8")
         written.append(tmp_path / f"{len(written)}.npz")
-        write_reference(
+        compute_and_write_reference_statistics(
             EvaluateOptions(metrics=("fid",), features=(words,), folder=folder, batch=4, write_reference=written[-1])
         )
     assert all(map(np.array_equal, *(np.load(path).values() for path in written)))
@@ -153,7 +158,7 @@ def drawn_files(run, tmp_path_factory) -> tuple[Path, Path]:
 
 
 def statistics_of(folder: Path, kind: str, weights: Path, out: Path) -> tuple[np.ndarray, np.ndarray]:
-    write_reference(
+    compute_and_write_reference_statistics(
         EvaluateOptions(metrics=("fid",), features=(f"{kind}:{weights}",), images=folder, write_reference=out)
     )
     with np.load(out) as file:

@@ -22,7 +22,7 @@ from dstrain.nn.lora import ATTENTION, Lora, convert_adapters_to_peft
 from dstrain.nn.measures import measure_relative_error
 from dstrain.recipe import ConfigError
 from dstrain.runs import trained
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.dit.to_diffusers import rename_adapters_to_diffusers, save_export
 from tests.support.launch import ROOT, launch
 from tests.systems.dit import test_pixart, test_sd3
@@ -100,7 +100,7 @@ def test_exported_run(tmp_path: Path) -> None:
     from peft import PeftModel
 
     plain, _ = test_sd3.build_told(tmp_path)
-    values, _ = read_adapted_weights(test_sd3.write(tmp_path / "weights", "folder"), plain)["denoiser"]
+    values, _ = read_weights_adapted_to_system(test_sd3.write(tmp_path / "weights", "folder"), plain)["denoiser"]
     base = plain.networks()["denoiser"]
     base.load_state_dict(values)
     save_export(plain, {"denoiser": base}, tmp_path / "out")

@@ -14,7 +14,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.encoders.text import TextEncoder
 from dstrain.recipe import ConfigError
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
 from dstrain.systems.dit.config import Config
@@ -112,7 +112,7 @@ def test_golden_network(tmp_path: Path, form: str) -> None:
     _, tensors, _ = read("pixart")
     older = {"_class_name": "Transformer2DModel"} if form == "older" else {}
     system = build()
-    values, notes = read_adapted_weights(write(tmp_path, form, **older), system)["denoiser"]
+    values, notes = read_weights_adapted_to_system(write(tmp_path, form, **older), system)["denoiser"]
     network = system.networks()["denoiser"]
     network.load_state_dict(values, strict=True)
     for mask, expected in ((tensors["in/mask"], "out/masked"), (None, "out/unmasked")):
@@ -130,7 +130,7 @@ def test_null_text_is_the_encoders_empty_text(tmp_path: Path) -> None:
     x, t = tensors["in/x"], tensors["in/t"]
     encoder, path = towers.t5(tmp_path / "t5"), write(tmp_path / "weights", "folder")
     system = build(class_dropout_prob=0.1, text_encoder=str(tmp_path / "t5"))
-    values, notes = read_adapted_weights(path, system)["denoiser"]
+    values, notes = read_weights_adapted_to_system(path, system)["denoiser"]
     assert any("the empty text of" in note for note in notes) and not any("anew" in note for note in notes)
     network = system.networks()["denoiser"]
     network.load_state_dict(values, strict=True)
@@ -141,7 +141,7 @@ def test_null_text_is_the_encoders_empty_text(tmp_path: Path) -> None:
     )
     assert torch.allclose(network(x, t, **told), expected, atol=1e-6)
     assert not torch.allclose(network(x, t, text=tensors["in/text"]), expected, atol=1e-3)
-    _, notes = read_adapted_weights(path, build(class_dropout_prob=0.1))["denoiser"]
+    _, notes = read_weights_adapted_to_system(path, build(class_dropout_prob=0.1))["denoiser"]
     assert any("the null text begins anew" in note for note in notes)
 
 
@@ -176,7 +176,7 @@ def test_published_size() -> None:
 def test_weights_that_do_not_fit(tmp_path: Path, fields: dict[str, Any], changes: dict[str, Any], named: str) -> None:
     """Oracle: the message names the entry."""
     with pytest.raises(ConfigError, match=re.escape(named)):
-        read_adapted_weights(write(tmp_path, "folder", **fields), build(**changes))
+        read_weights_adapted_to_system(write(tmp_path, "folder", **fields), build(**changes))
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, share: float) -> No
     levels; its transformer predicts the same, 1e-5 relative, and has the weights that came in, to the bit.
     """
     system, _ = build_told(tmp_path, class_dropout_prob=share, null_text="encoder" if share else "learned")
-    values, _ = read_adapted_weights(write(tmp_path / "weights", "folder"), system)["denoiser"]
+    values, _ = read_weights_adapted_to_system(write(tmp_path / "weights", "folder"), system)["denoiser"]
     nets = system.networks()
     nets["denoiser"].load_state_dict(values)
     out = tmp_path / "out"

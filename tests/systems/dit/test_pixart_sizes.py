@@ -10,7 +10,7 @@ from diffusers import PixArtTransformer2DModel
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
 from dstrain.systems.dit.config import Config
@@ -77,7 +77,7 @@ def test_network_told_sizes(tmp_path: Path, form: str, scale: int) -> None:
     """
     theirs = make_theirs(interpolation_scale=scale)
     system = build(**TOLD, interpolation_scale=scale)
-    values, notes = read_adapted_weights(write(tmp_path / "weights", theirs, form), system)["denoiser"]
+    values, notes = read_weights_adapted_to_system(write(tmp_path / "weights", theirs, form), system)["denoiser"]
     assert not any("begin as zero" in note for note in notes)
     network = system.networks()["denoiser"]
     network.load_state_dict(values, strict=True)
@@ -98,7 +98,7 @@ def test_weights_without_sizes_begin_as_they_were(tmp_path: Path) -> None:
     """Oracle: diffusers' network that is told none, of any size, 2e-5: and a note says that the conditions are new."""
     theirs = make_theirs(use_additional_conditions=False)
     system = build(**TOLD)
-    values, notes = read_adapted_weights(write(tmp_path / "weights", theirs, "folder"), system)["denoiser"]
+    values, notes = read_weights_adapted_to_system(write(tmp_path / "weights", theirs, "folder"), system)["denoiser"]
     assert any(note.startswith("s_embedder: not in the file") for note in notes)
     network = system.networks()["denoiser"]
     network.load_state_dict(values, strict=True)
@@ -142,7 +142,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path) -> None:
     assert theirs.use_additional_conditions and theirs.pos_embed.interpolation_scale == 2
     shape = {"image_size": 256, "patch_size": 16, "interpolation_scale": 2}
     system, _ = build_told(tmp_path, **TOLD, **shape)
-    values, _ = read_adapted_weights(write(tmp_path / "weights", theirs, "folder"), system)["denoiser"]
+    values, _ = read_weights_adapted_to_system(write(tmp_path / "weights", theirs, "folder"), system)["denoiser"]
     nets = system.networks()
     nets["denoiser"].load_state_dict(values)
     out = tmp_path / "out"

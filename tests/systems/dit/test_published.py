@@ -20,7 +20,7 @@ from dstrain.commands.import_weights import import_weights
 from dstrain.nn.layers import compute_timestep_features
 from dstrain.nn.positions import make_rotary_embedding, make_sincos_positions
 from dstrain.recipe import ConfigError, Run
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.base import Request
 from dstrain.systems.dit.blocks import Block, BlockInputs, FinalLayer, JointBlock
 from dstrain.systems.dit.config import Config
@@ -375,7 +375,7 @@ def test_own_weights_are_not_translated_again(tmp_path: Path) -> None:
     import_weights(tmp_path / "sit.safetensors", run, tmp_path / "run")
     system = DiTSystem(Config(**entries))
     (once, _), (again, notes) = (
-        read_adapted_weights(tmp_path / path, system)["denoiser"] for path in ("sit.safetensors", "run")
+        read_weights_adapted_to_system(tmp_path / path, system)["denoiser"] for path in ("sit.safetensors", "run")
     )
     assert all(torch.equal(once[key], again[key]) for key in once) and "time: reversed" not in " ".join(notes)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dstrain import rng
 from dstrain.encoders.joined_text import JoinedTextEncoder
 from dstrain.recipe import ConfigError
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
 from dstrain.systems.dit.config import Config
@@ -139,7 +139,7 @@ def test_golden_network(tmp_path: Path, form: str) -> None:
     """
     _, tensors, _ = read("sd3")
     system = build()
-    values, notes = read_adapted_weights(write(tmp_path, form), system)["denoiser"]
+    values, notes = read_weights_adapted_to_system(write(tmp_path, form), system)["denoiser"]
     network = system.networks()["denoiser"]
     network.load_state_dict(values, strict=True)
     out = network(tensors["in/x"], tensors["in/t"], text=join(tensors["in/pooled"], tensors["in/text"]))
@@ -172,7 +172,7 @@ def test_dual_blocks(tmp_path: Path, form: str, dual: SD3Transformer2DModel) -> 
     config = {name: value for name, value in dual.config.items() if not name.startswith("_")}
     path = write_weights(tmp_path / "weights", form, dual.state_dict(), config)
     system = build(block=DUAL, depth=3, sines_within=[12, 4])
-    values, _ = read_adapted_weights(path, system)["denoiser"]
+    values, _ = read_weights_adapted_to_system(path, system)["denoiser"]
     network = system.networks()["denoiser"]
     network.load_state_dict(values, strict=True)
     draw = torch.Generator().manual_seed(1)
@@ -196,9 +196,9 @@ def test_other_positions_of_a_file(tmp_path: Path) -> None:
     state, _, config = read("sd3")
     state["pos_embed.pos_embed"] = torch.randn(1, 36, 16)
     system = build()
-    values, notes = read_adapted_weights(write_weights(tmp_path / "weights", "folder", state, config), system)[
-        "denoiser"
-    ]
+    values, notes = read_weights_adapted_to_system(
+        write_weights(tmp_path / "weights", "folder", state, config), system
+    )["denoiser"]
     middle = state["pos_embed.pos_embed"].view(6, 6, 16)[1:5, 1:5].reshape(1, 16, 16)
     assert torch.equal(values["pos_embed"], middle) and any("not those computed here" in note for note in notes)
     larger = build(image_size=12)
@@ -254,13 +254,13 @@ def test_published_sizes(size: str, fields: dict[str, Any]) -> None:
 def test_weights_that_do_not_fit(tmp_path: Path, fields: dict[str, Any], changes: dict[str, Any], named: str) -> None:
     """Oracle: the message names the entry."""
     with pytest.raises(ConfigError, match=re.escape(named)):
-        read_adapted_weights(write(tmp_path, "folder", **fields), build(**changes))
+        read_weights_adapted_to_system(write(tmp_path, "folder", **fields), build(**changes))
 
 
 def test_a_square_of_another_size(tmp_path: Path) -> None:
     """Oracle: the message names the entry and the square of the file, which has no config."""
     with pytest.raises(ConfigError, match=re.escape("6 x 6 patches, and of 8 by model.sines_within; set its first")):
-        read_adapted_weights(write(tmp_path, "authors"), build(sines_within=[8, 4]))
+        read_weights_adapted_to_system(write(tmp_path, "authors"), build(sines_within=[8, 4]))
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def test_stock_pipeline_draws_from_an_export(tmp_path: Path, has_t5: bool) -> No
     levels; its transformer predicts the same, 2e-5 relative, and has the weights that came in, to the bit.
     """
     system, _ = build_told(tmp_path, has_t5)
-    values, _ = read_adapted_weights(write(tmp_path / "weights", "folder"), system)["denoiser"]
+    values, _ = read_weights_adapted_to_system(write(tmp_path / "weights", "folder"), system)["denoiser"]
     nets = system.networks()
     nets["denoiser"].load_state_dict(values)
     out = tmp_path / "out"

@@ -21,7 +21,7 @@ from diffusers.schedulers import scheduling_ddpm
 from safetensors.torch import load_file, save_file
 
 from dstrain import rng, systems
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
 from tests.support import cards, first_stage
@@ -341,7 +341,7 @@ def test_there_and_back(tmp_path, changes, latents):
     to_diffusers.save_export(system, nets, tmp_path / "out")
     state = nets["denoiser"].state_dict()
     for path in (tmp_path / "out", tmp_path / "out" / "transformer"):
-        ((values, notes),) = read_adapted_weights(path, system).values()
+        ((values, notes),) = read_weights_adapted_to_system(path, system).values()
         assert same(values, state)
         counts = f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from "
         assert notes == [f"{counts}{tmp_path / 'out' / 'transformer'} (DiTTransformer2DModel)"]
@@ -354,11 +354,11 @@ def test_our_class_there_and_back(tmp_path, case):
     """
     system, nets = made(tmp_path, *OF_OUR_CLASS[case])
     to_diffusers.save_export(system, nets, tmp_path / "out", get_class_names=lambda: ["kind"] * 7)
-    ((values, notes),) = read_adapted_weights(tmp_path / "out", system).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "out", system).values()
     assert same(values, nets["denoiser"].state_dict()) and notes[0].endswith("(ClassTransformer)") and len(notes) == 1
     other, _ = made(tmp_path, OF_OUR_CLASS[case][0] | {"num_heads": 4}, OF_OUR_CLASS[case][1])
     with pytest.raises(ValueError, match="weights: num_heads is 2 in config.json, and 4 in the recipe's model"):
-        read_adapted_weights(tmp_path / "out", other)
+        read_weights_adapted_to_system(tmp_path / "out", other)
     loaded(tmp_path / "out").save_pretrained(tmp_path / "again")
     assert names_in(tmp_path / "again") == names_in(tmp_path / "out")
     shutil.rmtree(tmp_path / "out")
@@ -418,7 +418,7 @@ def test_a_folder_that_diffusers_made(tmp_path, form):
             folder / "diffusion_pytorch_model.fp16.safetensors",
         )  # not what is asked for
     system, nets = made(tmp_path, PIXELS, latents=False)
-    ((values, notes),) = read_adapted_weights(folder, system).values()
+    ((values, notes),) = read_weights_adapted_to_system(folder, system).values()
     nets["denoiser"].load_state_dict(values)
     x, t, y = torch.randn(4, 1, 16, 16), torch.tensor([0, 10, 500, 999]), torch.tensor([0, 6, 7, 3])
     with torch.no_grad():
@@ -430,7 +430,7 @@ def test_other_sizes(tmp_path):
     """Oracle: 7 classes for 4, 16 pixels for 24: fresh rows, and positions interpolated, both counted and told."""
     theirs(tmp_path)
     system, _ = made(tmp_path, PIXELS | {"num_classes": 4, "image_size": 24, "time_freq": "official"}, latents=False)
-    ((values, notes),) = read_adapted_weights(tmp_path / "theirs", system).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "theirs", system).values()
     assert notes[0].startswith(f"denoiser: {len(values) - 2} tensors loaded, 2 replaced, 0 left")
     assert [note.partition(":")[0] for note in notes[1:3]] == ["pos_embed", CLASSES]
     assert "need model.time_freq=diffusers" in notes[3]
@@ -465,7 +465,7 @@ def test_what_is_refused(tmp_path, case):
     spoil(tmp_path / "theirs")
     system, _ = made(tmp_path, PIXELS, latents=False)
     with pytest.raises(ValueError, match=words) as caught:
-        read_adapted_weights(tmp_path / "theirs", system)
+        read_weights_adapted_to_system(tmp_path / "theirs", system)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -473,4 +473,4 @@ def test_a_pipeline_without_a_transformer(tmp_path):
     """Oracle: the contract: what is missing where, of a folder that is a pipeline."""
     (tmp_path / "model_index.json").write_text('{"_class_name": "DDPMPipeline"}')
     with pytest.raises(ValueError, match="holds no transformer/config.json"):
-        read_adapted_weights(tmp_path, made(tmp_path, PIXELS, latents=False)[0])
+        read_weights_adapted_to_system(tmp_path, made(tmp_path, PIXELS, latents=False)[0])

@@ -8,7 +8,7 @@ from diffusers.schedulers import scheduling_ddpm
 from safetensors.torch import load_file, save_file
 
 from dstrain import rng, systems
-from dstrain.runs.weights import read_adapted_weights
+from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.base import Request
 from dstrain.systems.iddpm import to_diffusers, weights
 from tests.support import cards
@@ -98,7 +98,7 @@ def test_there_and_back(tmp_path, case):
     assert to_diffusers.describe_export(system)[0] == ("DDPMPipeline" if is_stock else "UNet2DModel")
     state = nets["denoiser"].state_dict()
     for path in (tmp_path / "out", tmp_path / "out" / "unet"):
-        ((values, notes),) = read_adapted_weights(path, system).values()
+        ((values, notes),) = read_weights_adapted_to_system(path, system).values()
         assert same(values, state)
         assert notes[0] == (
             f"denoiser: {len(state)} tensors loaded, 0 replaced, 0 left, from {tmp_path / 'out' / 'unet'} (UNet2DModel)"
@@ -227,13 +227,13 @@ def test_a_folder_that_diffusers_made(tmp_path):
     """Oracle: the outputs of diffusers' network; a width of heads that says the same is taken."""
     system, nets = made({"class_cond": True, "num_classes": 7, "attention_resolutions": [], "num_heads": 1})
     network = theirs(tmp_path / "theirs", system, attention_head_dim=64)
-    ((values, notes),) = read_adapted_weights(tmp_path / "theirs", system).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "theirs", system).values()
     nets["denoiser"].load_state_dict(values)
     x, t, y = torch.randn(3, 3, 8, 8), torch.tensor([0, 500, 999]), torch.tensor([0, 6, 3])
     with torch.no_grad():
         torch.testing.assert_close(nets["denoiser"](x, t, y), network(x, t, y).sample, rtol=1e-4, atol=1e-5)
     more, _ = made({"class_cond": True, "num_classes": 9, "attention_resolutions": [], "num_heads": 1})
-    ((values, notes),) = read_adapted_weights(tmp_path / "theirs", more).values()
+    ((values, notes),) = read_weights_adapted_to_system(tmp_path / "theirs", more).values()
     assert ", 1 replaced, 0 left" in notes[0] and notes[1].startswith("label_emb.weight: 7 rows in the file, 9 in the")
 
 
@@ -272,7 +272,7 @@ def test_what_is_refused(tmp_path, case):
     theirs(tmp_path / "theirs", system)
     spoil(tmp_path / "theirs")
     with pytest.raises(ValueError, match=words) as caught:
-        read_adapted_weights(tmp_path / "theirs", system)
+        read_weights_adapted_to_system(tmp_path / "theirs", system)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -283,4 +283,4 @@ def test_timesteps_that_were_trained(tmp_path):
     folder = tmp_path / "out" / "unet"
     lacking(folder, "time_proj.weight", load_file(folder / FILE)["time_proj.weight"] + 0.01)
     with pytest.raises(ValueError, match="time_proj.weight holds other timesteps than rescale_timesteps over 400"):
-        read_adapted_weights(folder, system)
+        read_weights_adapted_to_system(folder, system)

@@ -7,7 +7,7 @@ from diffusers import PriorTransformer as Published
 from diffusers.schedulers import scheduling_ddpm, scheduling_unclip
 
 from dstrain import rng, systems
-from dstrain.runs.weights import read_adapted_weights, read_state_dict
+from dstrain.runs.weights import read_state_dict, read_weights_adapted_to_system
 from dstrain.systems.base import Request
 from dstrain.systems.prior import to_diffusers
 from dstrain.systems.prior.network import PriorTransformer
@@ -303,10 +303,10 @@ def test_heads_must_agree(tmp_path, changes, words):
     """Oracle: diffusers' own folder, whose weights fit another number of heads, too."""
     published().save_pretrained(tmp_path / "prior")
     stats = {"image_embed_stats": str(tmp_path / "prior"), "normalize_embeds": False}
-    values, notes = read_adapted_weights(tmp_path, systems.build("prior", SIZE | stats))["denoiser"]
+    values, notes = read_weights_adapted_to_system(tmp_path, systems.build("prior", SIZE | stats))["denoiser"]
     assert notes[0].endswith(f"from {tmp_path / 'prior'} (PriorTransformer)") and "clip_mean" not in values
     with pytest.raises(ValueError, match=words):
-        read_adapted_weights(tmp_path, systems.build("prior", SIZE | stats | changes))
+        read_weights_adapted_to_system(tmp_path, systems.build("prior", SIZE | stats | changes))
 
 
 def test_statistics_must_agree(tmp_path):

@@ -138,7 +138,9 @@ def test_what_is_refused(tmp_path):
         ({"lucidrains": None}, "model.lucidrains={}"),
     ):
         with pytest.raises(ConfigError, match=words):
-            weights.read_adapted_weights(tmp_path / "file.pth", systems.build("prior", CASES["texts"] | changes))
+            weights.read_weights_adapted_to_system(
+                tmp_path / "file.pth", systems.build("prior", CASES["texts"] | changes)
+            )
     for content, words in (
         (state_of("texts") | {"noise_scheduler.betas": torch.zeros(0)}, "the file's 0 betas are not"),
         (state_of("texts") | {"noise_scheduler.betas": torch.tensor(0.1)}, "the file's 1 betas, from"),
@@ -146,7 +148,7 @@ def test_what_is_refused(tmp_path):
     ):
         torch.save(content, tmp_path / "other.pth")
         with pytest.raises(ConfigError, match=words):
-            weights.read_adapted_weights(tmp_path / "other.pth", systems.build("prior", CASES["texts"]))
+            weights.read_weights_adapted_to_system(tmp_path / "other.pth", systems.build("prior", CASES["texts"]))
     for changes, words in (
         ({"text_embed_dim": 12}, "as wide as"),
         ({"embedding_proj_norm": True}, "no projection"),

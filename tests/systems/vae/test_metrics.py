@@ -2,7 +2,7 @@
 
 import pytest
 
-from dstrain.commands.evaluate import measure_system_on_source
+from dstrain.commands.evaluate import average_system_measurements_over_source
 from dstrain.data.batches import iterate_held_out
 from dstrain.data.sources.images import open_images
 from dstrain.data.views import View
@@ -61,7 +61,7 @@ def test_batch_size(alone, batch):
 def test_evaluation_says_the_same(alone):
     """Oracle: the figures that training reports."""
     system = discrete(1, kl_weight=1.0)
-    found = measure_system_on_source(system, nets_of(system), First(), batch=4, seed=0)["figures"]
+    found = average_system_measurements_over_source(system, nets_of(system), First(), batch=4, seed=0)["figures"]
     for name in ("perplexity", "dead_tokens", "psnr", "kl"):
         assert found[name] == pytest.approx(alone[f"0/{name}"], rel=1e-4)
 

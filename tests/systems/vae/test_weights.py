@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dstrain.runs.weights import read_adapted_weights, read_state_dict
+from dstrain.runs.weights import read_state_dict, read_weights_adapted_to_system
 from tests.support.golden import fill
 from tests.systems.vae.test_discrete import build as discrete
 from tests.systems.vae.test_discrete import nets_of
@@ -34,7 +34,7 @@ def test_files_of_dalle_pytorch(tmp_path, kind):
         }[kind],
         tmp_path / "file.pt",
     )
-    values, notes = read_adapted_weights(tmp_path / "file.pt", system)["autoencoder"]
+    values, notes = read_weights_adapted_to_system(tmp_path / "file.pt", system)["autoencoder"]
     assert same(values, state)
     system.networks()["autoencoder"].load_state_dict(values)
     taken = f"{len(state)} weights of the part vae. were taken, 2 others left out"
@@ -48,7 +48,7 @@ def test_placeholders_of_zero3(tmp_path):
     state = {name: torch.ones(1) for name in nets_of(system)["autoencoder"].state_dict()}
     torch.save({"hparams": {}, "weights": state}, tmp_path / "vae.pt")
     with pytest.raises(ValueError, match=r"codebook.weight has shape \(1,\).*placeholder.*ZeRO-3.*zero_to_fp32"):
-        read_adapted_weights(tmp_path / "vae.pt", system)
+        read_weights_adapted_to_system(tmp_path / "vae.pt", system)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_diffusers_folders(tmp_path, old):
             state[name] = tensor.contiguous()
         assert len(state.keys() - theirs.state_dict().keys()) == 16
         save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
-    values, notes = read_adapted_weights(tmp_path, system)["autoencoder"]
+    values, notes = read_weights_adapted_to_system(tmp_path, system)["autoencoder"]
     assert same(values, theirs.state_dict())
     assert notes == [f"autoencoder: {len(values)} tensors loaded, 0 replaced, 0 left, from {tmp_path} (AutoencoderKL)"]
     system.networks()["autoencoder"].load_state_dict(values)
@@ -119,13 +119,13 @@ def test_what_weights_do_not_show(tmp_path, changes, words):
     """Oracle: the fault put in config.json, beside weights that fit, in a pipeline's folder."""
     system = kl(3)
     theirs_of(system).save_pretrained(tmp_path / "vae")
-    assert read_adapted_weights(tmp_path, system)["autoencoder"][1][0].endswith(
+    assert read_weights_adapted_to_system(tmp_path, system)["autoencoder"][1][0].endswith(
         f"0 left, from {tmp_path / 'vae'} (AutoencoderKL)"
     )
     said = json.loads((tmp_path / "vae" / "config.json").read_text())
     (tmp_path / "vae" / "config.json").write_text(json.dumps(said | changes))
     with pytest.raises(ValueError, match=words):
-        read_adapted_weights(tmp_path, system)
+        read_weights_adapted_to_system(tmp_path, system)
 
 
 def test_a_state_dict_with_a_weight_called_weights(tmp_path):
@@ -145,4 +145,4 @@ def test_a_file_of_the_other_kind(tmp_path):
             tmp_path / f"{theirs}.safetensors",
         )
         with pytest.raises(ValueError, match=f"the file is a {theirs} autoencoder.*set model.{theirs}"):
-            read_adapted_weights(tmp_path / f"{theirs}.safetensors", kinds[ours])
+            read_weights_adapted_to_system(tmp_path / f"{theirs}.safetensors", kinds[ours])
