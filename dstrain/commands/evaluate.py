@@ -132,9 +132,9 @@ def average_system_measurements_over_source(
     num_steps: int | None = None,
     show_progress: bool = False,
 ) -> dict[str, Any]:
-    """Computes the means of System.measure over all samples of a source, on all ranks together, at most `batch` samples
-    at a time. `show_progress` draws a progress bar on a terminal. Returns a dict, in which numbers that are not finite
-    are None:
+    """Computes the means of System.measure over all samples of a source, on all ranks together, each of which takes at
+    most `batch` samples at a time. `show_progress` draws a progress bar on a terminal. Returns a dict, in which numbers
+    that are not finite are None:
 
     figures: {name: mean}
     standard_errors: {name: standard error}, None for figures that System.compute_figures computes

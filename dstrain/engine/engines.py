@@ -33,9 +33,9 @@ from dstrain.engine.optimizers import (
 )
 from dstrain.engine.patches import flatten_weights_without_copy
 from dstrain.engine.settings import (
-    are_gradients_summed_in_fp32,
     is_optimizer_offloaded,
     make_deepspeed_config,
+    needs_own_fp32_sums,
     read_zero_stage,
 )
 from dstrain.engine.updates import Flag, Fp32GradientSums
@@ -140,7 +140,7 @@ class Engines(Mapping[str, Any]):
         optimizer = build_optimizer(groups, choice, is_optimizer_offloaded(self.settings))
         sums = (
             Fp32GradientSums(weight for weight in network.parameters() if weight.requires_grad)
-            if are_gradients_summed_in_fp32(self.settings)
+            if needs_own_fp32_sums(self.settings)
             else None
         )
         with flatten_weights_without_copy():

@@ -146,7 +146,7 @@ def is_optimizer_offloaded(settings: Settings) -> bool:
     return read_offload_device(settings, "offload_optimizer") != "none"
 
 
-def are_gradients_summed_in_fp32(settings: Settings) -> bool:
+def needs_own_fp32_sums(settings: Settings) -> bool:
     """Returns whether updates.py, and not DeepSpeed, sums 16-bit gradients in fp32: at stages 0 and 1 with
     grad_accum_dtype fp32, which DeepSpeed does not support there.
     """
@@ -163,7 +163,7 @@ def make_deepspeed_config(settings: Settings) -> Settings:
     own.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     own.get("zero_optimization", {}).pop("compute_grad_norm", None)
     own.get("bf16", {}).pop("check_grad_overflow", None)
-    if are_gradients_summed_in_fp32(own):
+    if needs_own_fp32_sums(own):
         del own["data_types"]["grad_accum_dtype"]
     return own
 

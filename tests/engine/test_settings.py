@@ -412,12 +412,10 @@ def test_sums_of_gradients(precision):
     for stage in (1, 2, 3):
         assert "data_types" not in resolved(stage)
         wide = resolved(stage, several)
-        assert wide["data_types"] == {"grad_accum_dtype": "fp32"} and settings.are_gradients_summed_in_fp32(wide) == (
-            stage == 1
-        )
+        assert wide["data_types"] == {"grad_accum_dtype": "fp32"} and settings.needs_own_fp32_sums(wide) == (stage == 1)
         assert settings.make_deepspeed_config(wide).get("data_types") == ({} if stage == 1 else wide["data_types"])
         assert resolved(stage, several, **own)["data_types"] == own["data_types"]
-        assert not settings.are_gradients_summed_in_fp32(resolved(stage, several, **own))
+        assert not settings.needs_own_fp32_sums(resolved(stage, several, **own))
     other = {"bf16": "fp16", "fp16": "bf16"}[precision]
     text = faults(
         {precision: {"enabled": True}, "zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": other}},

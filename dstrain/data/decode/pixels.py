@@ -129,6 +129,8 @@ def open_image(file: str | Path | BinaryIO, formats: Sequence[str]) -> Iterator[
         except UnidentifiedImageError:
             _refuse_video(file)
             raise UnidentifiedImageError("it is no image that Pillow can read") from None  # its own names an address
+        except Image.DecompressionBombError as error:  # above 179 megapixels, before our own cap
+            raise ConfigError(f"its pixels exceed the cap of {PIXEL_CAP}: {error}") from None
         except ValueError as error:
             if "MAX_TEXT" not in str(error):
                 raise

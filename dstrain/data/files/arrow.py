@@ -124,14 +124,14 @@ class ParquetFile:
         more than 1 GiB in this row group, compressed or not.
         """
         for chunk in self._list_column_chunks(row_group, [column]):
-            if chunk.physical_type != "BYTE_ARRAY":
+            if chunk.physical_type != "BYTE_ARRAY" or chunk.path_in_schema not in (column, f"{column}.bytes"):
                 continue
             if max(chunk.total_uncompressed_size, chunk.total_compressed_size) > MAX_GROUP:
                 raise ConfigError(
                     f"{self.where} has row groups of {chunk.total_uncompressed_size / 1e9:.2g} GB, of "
                     "which each worker would hold one: write it anew with row groups of some 100 rows"
                 )
-            if chunk.compression != "UNCOMPRESSED" or chunk.path_in_schema not in (column, f"{column}.bytes"):
+            if chunk.compression != "UNCOMPRESSED":
                 return None
             start = chunk.dictionary_page_offset or chunk.data_page_offset
             return UncompressedChunk(start, self.files.read_span(self.name, start, chunk.total_compressed_size))

@@ -5,6 +5,7 @@ Published files have the names of network.py. diffusers' DiTTransformer2DModel s
 copy of the timestep's and the label's embedders, calls the last layer proj_out, and computes positions itself.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -333,8 +334,10 @@ def require_same_network(diffusers_config: Mapping[str, Any], config: Config) ->
     """Raises ConfigError if the network of an export by dstrain differs from the recipe's in a choice that shapes of
     weights do not show, such as the number of heads. diffusers_config: the content of its config.json.
     """
-    theirs, ours = {"interpolation_scale": 1, **diffusers_config.get("network", {})}, config.make_network_arguments()
-    for name in ("num_heads", "time_freq", "block", "sines", "rope", "tokens", "interpolation_scale"):
+    theirs = {"interpolation_scale": 1, "base_depth": 0, **diffusers_config.get("network", {})}
+    ours = json.loads(json.dumps(config.make_network_arguments()))  # with lists for tuples, as in the file
+    choices = "num_heads", "time_freq", "block", "sines", "sines_within", "rope", "tokens", "interpolation_scale"
+    for name in (*choices, "base_depth", "wide"):
         if theirs.get(name) != ours[name]:
             raise ConfigError(
                 f"weights: {name} is {theirs.get(name)} in config.json, and {ours[name]} in the recipe's model: make "

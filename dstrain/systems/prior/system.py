@@ -406,9 +406,9 @@ class PriorSystem(System):
         return emoji.look_up_text_embeds(texts) if built_in else None
 
     def conditions_from_texts(self, texts: list[str]) -> dict[str, Tensor]:
-        """Returns the network's text inputs for N texts, (N, ...) each, on the CPU. If all texts are built-in captions,
-        reads their embeddings from the package; otherwise encodes all texts. Raises ConfigError if a text encoder is
-        needed and model.text_encoder names none.
+        """Returns the network's text inputs for N texts, (N, ...) each, on the CPU. Reads their embeddings from the
+        package if `_read_built_in_text_embeds` finds them; otherwise encodes all texts. Raises ConfigError
+        if a text encoder is needed and model.text_encoder names none.
         """
         if (embeds := self._read_built_in_text_embeds(texts)) is not None:
             return self._prepare_text_inputs({"text_embed": embeds})

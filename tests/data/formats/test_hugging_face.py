@@ -89,11 +89,19 @@ def as_parquet(**options):
     return write
 
 
+def with_paths_first(content: pa.Table) -> pa.Table:
+    """The same table, whose structs have the field "path" before "bytes"."""
+    kind = pa.struct([("path", pa.string()), ("bytes", pa.binary())])
+    rows = [{"path": row["path"], "bytes": row["bytes"]} for row in content["image"].to_pylist()]
+    return content.set_column(0, pa.field("image", kind), pa.array(rows, kind))
+
+
 FORMS = {
     "save_to_disk": saved,
     "stream": lambda root, content: saved(root, content) if (saved(root, content) / "state.json").unlink() else root,
     "parquet of datasets": as_parquet(),
     "parquet, small pages": as_parquet(data_page_size=2000),
+    "parquet, paths first": lambda root, content: as_parquet()(root, with_paths_first(content)),
     "parquet, snappy": as_parquet(compression="snappy"),
     "parquet, dictionary": as_parquet(use_dictionary=True),
     "parquet, delta": as_parquet(column_encoding={"image.bytes": "DELTA_LENGTH_BYTE_ARRAY"}),
@@ -133,6 +141,7 @@ def test_images_that_are_stored_as_they_are_are_read_by_their_bytes(tmp_path, pl
     for form, by_bytes in (
         ("parquet of datasets", True),
         ("parquet, small pages", True),
+        ("parquet, paths first", True),
         ("parquet, dictionary", True),
         ("parquet, snappy", False),
         ("parquet, delta", False),

@@ -228,6 +228,10 @@ def test_a_bomb_is_refused_by_its_header(tmp_path, monkeypatch):
     (tmp_path / "a.png").write_bytes(bomb(13000, 13000))
     with pytest.raises(ValueError, match="13000 x 13000 pixels exceed the cap"):
         read_image(tmp_path / "a.png", 64)
+    # 196 megapixels: Pillow refuses by itself
+    (tmp_path / "c.png").write_bytes(bomb(14000, 14000))
+    with pytest.raises(ConfigError, match=f"exceed the cap of {pixels.PIXEL_CAP}: .*196000000 pixels"):
+        read_image(tmp_path / "c.png", 64)
     picture(6, 40, 30).save(tmp_path / "b.png")
     monkeypatch.setattr(pixels, "PIXEL_CAP", 1000)
     with pytest.raises(ValueError, match="cap of 1000"):

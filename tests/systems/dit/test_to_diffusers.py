@@ -4,6 +4,7 @@ express, and what is no DiT.
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from diffusers.schedulers import scheduling_ddpm
 from safetensors.torch import load_file, save_file
 
 from dstrain import rng, systems
+from dstrain.recipe import ConfigError
 from dstrain.runs.weights import read_weights_adapted_to_system
 from dstrain.systems.base import Request
 from dstrain.systems.dit import to_diffusers
@@ -141,6 +143,7 @@ OURS = {
     ),
 }
 MODERN = {"norm": "rms", "mlp": "swiglu", "qk_norm": "rms", "rope": True}
+TWO_HEADS = {"objective": "flow", "learn_sigma": False, "internal": {"depth": 1}}
 WIDE = {"wide": {"hidden_size": 24, "depth": 2, "num_heads": 2}}
 TOKENS = {"tokens": {"time": 2, "label": 3, "joins": 1}, "block": MODERN | {"modulation": "none"}}
 OF_OUR_CLASS = {
@@ -364,6 +367,31 @@ def test_our_class_there_and_back(tmp_path, case):
     shutil.rmtree(tmp_path / "out")
     assert max(to_diffusers.measure_export_errors(system, nets, tmp_path / "again", probe(system)).values()) < 1e-5
     assert cards.difference(to_diffusers, system, nets, tmp_path / "again") <= 1.01 / 255
+
+
+@pytest.mark.parametrize(
+    "exported, asked, message",
+    [
+        (TWO_HEADS, {"internal": {"depth": 2}}, "base_depth is 1 in config.json, and 2 in"),
+        (TWO_HEADS, {}, None),
+        (
+            WIDE,
+            {"wide": WIDE["wide"] | {"num_heads": 4}},
+            "wide is .*'num_heads': 2.* in config.json, and .*'num_heads': 4",
+        ),
+        ({"sines_within": [10, 8]}, {"sines_within": [12, 8]}, "sines_within is .10, 8. in config.json, and .12, 8."),
+        ({"sines_within": [10, 8]}, {}, None),
+    ],
+)
+def test_choices_that_no_shape_shows(tmp_path, exported, asked, message):
+    """Oracle: the recipe that wrote the folder reads it; one with another choice, which would compute something else
+    with the same weights, is refused by its name.
+    """
+    system, nets = made(tmp_path, PIXELS | exported, False)
+    to_diffusers.save_export(system, nets, tmp_path / "out")
+    other, _ = made(tmp_path, PIXELS | exported | asked, False)
+    with nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        read_weights_adapted_to_system(tmp_path / "out", other)
 
 
 def names_in(folder):
