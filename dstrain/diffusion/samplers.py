@@ -76,9 +76,10 @@ def choose_timesteps(
 ) -> list[int]:
     """Returns the timesteps, ascending, that a sampler visits with `num_calls` calls of the network.
 
-    spacing  one of schedule.SPACINGS: leading, trailing, linspace, karras. None: the sampler's usual timesteps: for a
-             solver, karras (trailing below 6 steps); for ddim, a constant stride if one gives the number; otherwise
-             even steps. A single step is at the last timestep.
+    spacing  one of schedule.SPACINGS: leading, trailing, linspace, karras. None: the sampler's usual timesteps. For a
+             solver these are karras, or trailing below 6 steps; for ddim every k-th timestep, if a whole k gives the
+             number; for ddim without such a k, and for ddpm, even steps that are rounded. A single step is at the last
+             timestep.
 
     Raises ConfigError if the chain has fewer timesteps, or the spacing is unknown.
     """

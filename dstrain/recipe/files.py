@@ -33,7 +33,7 @@ def load_recipe(recipe: Path | None, overrides: Iterable[str] = ()) -> Run:
     if recipe is not None and is_in_run_or_export(recipe) and isinstance(values.get("data"), dict):
         values["data"].setdefault("upright", False)  # earlier versions did not write this key
     overridden, problems = _apply_overrides(values, overrides)
-    problems += _rename_model_init_from_key(values, overridden)
+    problems += _move_init_from_out_of_model(values, overridden)
     # `optimizer:` with nothing below it is an empty section.
     sections = {"model", *(key for key, field in Run.model_fields.items() if find_section_class(field) is not None)}
     values = {key: {} if value is None and key in sections else value for key, value in values.items()}
@@ -196,7 +196,7 @@ def _set_dotted_key(values: dict[str, Any], key: str, value: Any) -> None:
     values[leaf] = value
 
 
-def _rename_model_init_from_key(values: dict[str, Any], overridden: set[str]) -> list[str]:
+def _move_init_from_out_of_model(values: dict[str, Any], overridden: set[str]) -> list[str]:
     """Renames the key model.init_from to its synonym init_from, in place. If both are given with different values,
     keeps the one that only the command line sets. Returns a list with one problem if the command line sets neither or
     both, else [].

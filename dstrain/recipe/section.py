@@ -91,7 +91,7 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _require_plain_value(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_misread_value(cls, value: Any, info: ValidationInfo) -> Any:
         """Returns a value unchanged. Raises PydanticCustomError for true or false in a field of another type than bool,
         for a NUL character in a text, and for a number of 2**63 or more.
         """

@@ -99,7 +99,7 @@ def _read_ancestor_runs(folder: Path) -> list[str]:
 
 
 def _read_checkpoint_writers(folder: Path, step: int | None) -> dict[int, str]:
-    """Returns {step: identity} for the ten newest checkpoints and the one at `step` (None: only the newest). The
+    """Returns {step: identity} for the ten newest checkpoints and, unless `step` is None, for the one at `step`. The
     identity is the random id of the run that has written the checkpoint. Leaves out damaged checkpoints, and those of
     earlier versions, which name no run.
     """

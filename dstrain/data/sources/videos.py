@@ -301,8 +301,8 @@ class Mixed(Source):
         return self.images.read_captions(self._choose_image_index(index, 0.0))
 
     def _choose_image_index(self, index: int, random_number: float) -> int:
-        """Returns the index in `images` of the image that is read for `index`, an index behind all videos.
-        random_number: a number in [0, 1) that chooses the image.
+        """Returns the index in `images` of the image that is read for `index`, which is len(videos) or above: as many
+        images behind the one that belongs to `index` as `random_number`, in [0, 1), is a share of all; 0 takes its own.
         """
         return (index - len(self.videos) + int(random_number * len(self.images))) % len(self.images)
 

@@ -156,7 +156,7 @@ def save_pipeline(config: Config, network: DiT, vae: Any, scheduler: Any, folder
     texts = JoinedTextEncoder(config.text_encoder, config.max_text_len)
     (first, second), (tokenizer, tokenizer_2, *more) = texts.clips, texts.tokenizers
     vae.register_to_config(shift_factor=vae.config.shift_factor or 0.0)
-    transformer = _build_trained_transformer(config, network)
+    transformer = _convert_to_diffusers_transformer(config, network)
     folder.mkdir(parents=True, exist_ok=True)
     StableDiffusion3Pipeline(
         transformer=transformer,
@@ -179,7 +179,7 @@ def build_transformer_on_meta(config: Config) -> nn.Module:
         return SD3Transformer2DModel(**make_diffusers_sd3_arguments(config))
 
 
-def _build_trained_transformer(config: Config, network: DiT) -> nn.Module:
+def _convert_to_diffusers_transformer(config: Config, network: DiT) -> nn.Module:
     """Converts the trained network to an SD3Transformer2DModel. Its table has the sines of a square of
     sines_within[0] x sines_within[0] patches, in whose middle are the network's own positions.
     """
