@@ -467,14 +467,14 @@ def evaluate_held_out_loss(training: Training, done: int) -> float | None:
     training.watchdog.enter_phase(done, "evaluation of step")
     run, source = training.run, Spread(training.held_out, training.run.every.evaluate_samples or None)
 
-    def compute_curve_means(curves: dict[str, list[float]]) -> dict[str, float]:
+    def evaluate_all(curves: dict[str, list[float]]) -> dict[str, float]:
         batches = iterate_held_out(source, training.micro, group.rank(), group.world(), group.device(), run.seed)
         return evaluate_held_out_batches(training.system, training.engines.modules, batches, curves)
 
-    raw = {f"raw/{name}": value for name, value in compute_curve_means({}).items()}
+    raw = {f"raw/{name}": value for name, value in evaluate_all({}).items()}
     curves: dict[str, list[float]] = {}
     with training.ema.use_averages_as_weights(run.samples.ema):
-        scores = compute_curve_means(curves) | raw
+        scores = evaluate_all(curves) | raw
     training.tracker.report_scores(done, scores, curves)
     return scores["loss"] if run.save.best is True else None
 

@@ -283,8 +283,8 @@ def _describe_change_that_fits(estimate: Estimate, change: Estimate | None) -> l
 
 
 def _format_setting(name: str, value: Any) -> str:
-    """Returns a setting as a user writes it: an option (--world 8), an entry of the recipe (batch.micro=4) or, if `name`
-    begins with "zero_optimization.", an entry of DeepSpeed's JSON ("stage": 2).
+    """Returns a setting as a user writes it: an option (--world 8), an entry of the recipe (batch.micro=4) or, if
+    `name` begins with "zero_optimization.", an entry of DeepSpeed's JSON ("stage": 2).
     """
     if name == "world":
         return f"--world {value}"

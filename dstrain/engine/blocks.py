@@ -288,8 +288,8 @@ def make_structure_key(block: nn.Module) -> tuple:
 
 
 def convert_inputs_to_channels_last(network: nn.Module) -> None:
-    """Adds a hook that converts each input of a network that has four dimensions, images (B, C, H, W), to torch's
-    memory format channels_last (NHWC). The network's layers keep that format.
+    """Adds a hook that converts each positional input of a network that has four dimensions, images (B, C, H, W),
+    to torch's memory format channels_last (NHWC). The network's layers keep that format.
 
     The weights keep their format: they are views of ZeRO's flat buffers, which have one layout only.
     """

@@ -81,8 +81,8 @@ def open_reference(path: Path, networks: dict[str, Features], max_features: int,
 
 def open_recipe_reference(location: str, data: Data, networks: dict[str, Features], max_features: int) -> Compared:
     """Opens the reference that the recipe names as samples.reference, for a run on `data`. A path to an .npz, .pkl or
-    .zip file is opened by `open_reference`; any other as data.path would be, with images cropped and resized as in
-    training.
+    .zip file is opened by `open_reference`; any other as data.path would be, with images scaled and centre-cropped to
+    data.image_size, whatever data.crop and data.buckets say.
 
     location       samples.reference of the recipe
     networks       {metric: its network}

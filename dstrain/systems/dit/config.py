@@ -408,8 +408,8 @@ class Config(Fields):
         return ChainProcess(diffusion, section.schedule, clip=self.learns_pixels)
 
     def get_fields_shared_with_guide(self) -> dict[str, Any]:
-        """Returns the fields about data, conditions and noise with their values, by name. A guide (another network that
-        guides sampling) must have the same values as this model.
+        """Returns the fields about inputs, conditions and noise with their values, by name. A guide (another network
+        that guides sampling) must have the same values as this model.
         """
         names = (
             "image_size",
@@ -424,6 +424,7 @@ class Config(Fields):
         )
         texts = ("condition", "null_text", *ReadsTexts.model_fields) if self.reads_texts else ("condition",)
         fields: dict[str, Any] = dict.fromkeys((*names, *texts, "objective", self.objective), True)
-        if self.objective == "flow":  # its other fields are of training alone
-            fields["flow"] = {"path", "prediction", "time_scale", "noise_scale"}
+        # Other fields of the process are of training or of the model's own sampler alone.
+        of_flow = {"path", "prediction", "time_scale", "noise_scale"}
+        fields[self.objective] = of_flow if self.objective == "flow" else {"schedule", "num_steps", "prediction"}
         return self.model_dump(include=fields)

@@ -79,9 +79,9 @@ class DiTSystem(System):
     @torch.no_grad()
     def encode(self, batch: Batch) -> Example:
         """Returns the example of a batch: x_start, the conditions' tensors, and the batch's other tensors, but no
-        pixels, latents and captions. x_start is (B, C, h, w), or (B, C, T, h, w) for clips: latents from the cache or
-        the first stage, or else pixels in [-1, 1]. Raises ConfigError if a condition is missing or wrong, if x_start
-        does not fit the network, or if the batch has images where the model reads cached latents.
+        latents, captions and pixels (except for model.align's encoder). x_start is (B, C, h, w), or (B, C, T, h, w) for
+        clips: latents from the cache or the first stage, or else pixels in [-1, 1]. Raises ConfigError if a condition
+        is missing or wrong, if x_start does not fit the network, or if there are images instead of cached latents.
         """
         inputs = ("image", "video", "frames", "latent_mean", "latent_std", "caption", *NAMES)
         example = {name: tensor for name, tensor in batch.items() if name not in inputs}
@@ -341,8 +341,8 @@ class DiTSystem(System):
         self.process.require_known_spacing(samples.spacing)
 
     def require_guide(self, other: System) -> None:
-        """Raises ConfigError if `other`, whose network is to guide this model's samples, is no DiT, or was trained on
-        other data, conditions or noise. Its width, depth and variances may differ.
+        """Raises ConfigError if `other`, whose network is to guide this model's samples, is no DiT, or its config has
+        other inputs, conditions or noise. Its width, depth, losses and variances may differ, and its data are not seen.
         """
         if not isinstance(other, DiTSystem):
             raise ConfigError(f"it is a {type(other).__name__}, which guides no DiT: name a run of system dit")

@@ -241,7 +241,7 @@ def _save_pixart_pipeline(system: DiTSystem, network: DiT, folder: Path) -> None
 
     _require_sincos_positions(network.pos_embed, network)
     transformer = _build_pixart_on_meta(system.config)
-    state = _copy_weights_in_float32(network)
+    state = _get_weights_in_float32(network)
     transformer.load_state_dict(
         translate_weights_to_layout(state, "pixart", list(transformer.state_dict())), assign=True
     )
@@ -412,7 +412,7 @@ def _build_diffusers_transformer(system: DiTSystem, network: DiT) -> nn.Module:
     _require_sincos_positions(network.pos_embed, network)
     rows = _NULL if _uses_stock_pipeline(system) else config.num_classes
     state = weights.rename_to_diffusers(
-        _copy_weights_in_float32(network), len(network.blocks), rows, bool(config.class_dropout_prob)
+        _get_weights_in_float32(network), len(network.blocks), rows, bool(config.class_dropout_prob)
     )
     with torch.device("meta"):
         transformer = DiTTransformer2DModel(**weights.make_diffusers_dit_arguments(config), num_embeds_ada_norm=rows)
@@ -444,13 +444,13 @@ def _write_and_build_class_transformer(system: DiTSystem, network: DiT, folder: 
         flow=flow,
     )
     state = {
-        name: value for name, value in _copy_weights_in_float32(network).items() if not name.startswith("projectors.")
+        name: value for name, value in _get_weights_in_float32(network).items() if not name.startswith("projectors.")
     }
     transformer.load_state_dict(state)
     return transformer
 
 
-def _copy_weights_in_float32(network: DiT) -> dict[str, Tensor]:
+def _get_weights_in_float32(network: DiT) -> dict[str, Tensor]:
     return {name: value.float().cpu() for name, value in network.state_dict().items()}
 
 

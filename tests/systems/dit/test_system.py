@@ -202,11 +202,13 @@ def test_what_guides():
     torch.testing.assert_close(draw(3.0, guide=network), draw(1.0), atol=1, rtol=0)
     other = build(learn_sigma=True, depth=1, num_heads=1)
     system.require_guide(other)
+    system.require_guide(build(diffusion={"min_snr": 5.0, "fixed_variance": "fixed_small"}))  # it draws nothing itself
     assert not torch.equal(draw(3.0, guide=random(other.networks()["denoiser"])), draw(1.0))
     for changes, name in (
         ({"objective": "flow"}, "diffusion"),
         ({"num_classes": 4}, "num_classes"),
         ({"diffusion": {"schedule": "cosine"}}, "diffusion"),
+        ({"diffusion": {"prediction": "v"}}, "diffusion"),
     ):
         with pytest.raises(ValueError, match=f"model.*{name} differs"):
             system.require_guide(build(**changes))

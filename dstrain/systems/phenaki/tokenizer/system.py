@@ -194,7 +194,7 @@ class TokenizerSystem(System):
         )
 
     def _compute_reconstruction_error(self, reconstruction: Tensor, example: Example) -> Tensor:
-        """Returns the mean squared error of each clip, (B,). Leaves out every frame whose latent frame holds padding."""
+        """Returns the mean squared error of each clip, (B,). Leaves out frames whose latent frame holds padding."""
         return _average_marked_frames(
             (reconstruction - example["x_start"]).square().flatten(2).mean(2),
             self._mark_frames_in_full_patches(example),
