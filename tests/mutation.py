@@ -340,9 +340,16 @@ MISTAKES = [
     (
         "a text dropped without its pooled vector",
         "dstrain/systems/dit/conditions.py",
-        "pooled = pooled * mask[:, :1]",
-        "pooled = pooled * 1",
+        "self.width] * mask[:, :1]",
+        "self.width] * 1",
         f"{SD3}::test_a_text_is_dropped_with_its_pooled_vector",
+    ),
+    (
+        "hashed words pooled with their padding",
+        "dstrain/systems/dit/conditions.py",
+        "(self.words(text) * read).sum(1)",
+        "self.words(text).sum(1)",
+        f"{TEXTS}::test_hashed_words_are_pooled",
     ),
     (
         "the encoders' empty text without its pooled vector",

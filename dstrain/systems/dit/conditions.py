@@ -119,22 +119,28 @@ SIZE_EMBEDDERS = {"sdxl": SizeEmbedder, "pixart": SidesEmbedder}
 
 
 class PooledText(nn.Module):
-    """Embeds the pooled vector of a text as (B, D). The first row of the text, float (B, L, E), begins with the
-    vector's `width` values. The vector is zeros where the first entry of the mask, bool (B, L), is False (SD3).
+    """Embeds the pooled vector of a text, `width` values, as (B, D).
+
+    num_words  None: the text is float (B, L, E), and its first row begins with the pooled vector. The vector is zeros
+               where the first entry of the mask is False (SD3). Else the text is ids of hashed words, int64 (B, L), and
+               the vector is the mean of their rows in a learned table of num_words rows (as Imagen pools its text). It
+               is zeros if no word is read.
     """
 
-    def __init__(self, width: int, dim: int) -> None:
+    def __init__(self, width: int, dim: int, num_words: int | None = None) -> None:
         super().__init__()
         self.width = width
+        self.words = Embedding(num_words, width) if num_words else None
         self.mlp = nn.Sequential(Linear(width, dim, init="normal"), nn.SiLU(), Linear(dim, dim, init="normal"))
 
     def forward(self, text: Tensor, mask: Tensor | None) -> Tensor:
-        """Returns vectors (B, D) for texts (B, L, E), whose first row begins with the pooled vector. mask: bool (B, L);
-        None: all True.
-        """
-        pooled = text[:, 0, : self.width]
-        if mask is not None:
-            pooled = pooled * mask[:, :1]
+        """Returns vectors (B, D) for texts (B, L, E) or (B, L). mask: bool (B, L); None: all True."""
+        mask = torch.ones_like(text[..., 0] if text.ndim == 3 else text) if mask is None else mask
+        if self.words is None:
+            pooled = text[:, 0, : self.width] * mask[:, :1]
+        else:
+            read = mask[..., None].to(self.words.weight.dtype)
+            pooled = (self.words(text) * read).sum(1) / read.sum(1).clamp(min=1)
         return self.mlp(pooled.to(self.mlp[0].weight.dtype))
 
 

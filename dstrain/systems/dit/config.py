@@ -171,7 +171,7 @@ class Config(Fields):
                 f"text_projection: {self.text_projection} maps states of a text encoder, and hashed words have a table "
                 "instead; set text_encodings_dim to their width (4096 for PixArt's T5), or text_projection=linear"
             )
-        if self.text_pooled_dim > (self.text_encodings_dim or 0):
+        if self.text_encodings_dim and self.text_pooled_dim > self.text_encodings_dim:
             raise ConfigError(
                 f"text_pooled_dim: {self.text_pooled_dim} values do not fit in the first row of a text's states, whose "
                 f"width is text_encodings_dim, {self.text_encodings_dim}; give the width of the encoder's, or leave it "
@@ -314,7 +314,9 @@ class Config(Fields):
             )
         joining, what = self.tokens.time + self.tokens.label, "condition tokens of model.tokens"
         if self.reads_texts and not self.cross_attention:
-            joining += self.max_text_len - bool(self.text_pooled_dim) + self.learns_null_text
+            joining += (
+                self.max_text_len - bool(self.text_encodings_dim and self.text_pooled_dim) + self.learns_null_text
+            )
             what += " and of texts, with a learned null"
         if joining:
             counts[what] = joining

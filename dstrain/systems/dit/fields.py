@@ -56,8 +56,8 @@ class Fields(SystemConfig, ReadsTexts):
     """How states of a text encoder become tokens: by one layer behind a norm, by two layers (PixArt), or by one alone
     (SD3)."""
     text_pooled_dim: int = Field(0, ge=0)
-    """Values of a text's pooled vector, which stands before its states and adds to the condition (2048 of SD3's
-    encoders); 0: none stands there."""
+    """Values of a text's pooled vector, which adds to the condition; 0: there is none. It stands before the states of
+    text_encoder (2048 of SD3's encoders); of hashed words it is the mean of their rows in a second learned table."""
     null_text: Literal["learned", "encoder"] = "learned"
     """What is read where a text is dropped, and of an empty prompt: a learned token, or the states of text_encoder for
     an empty text (PixArt), which is loaded when training starts."""

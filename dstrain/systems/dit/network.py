@@ -55,7 +55,7 @@ class DiT(nn.Module):
     text                the keyword arguments of TextTokens, whose tokens are condition tokens; None: no texts.
     cross_attention     every block reads the text's tokens by cross-attention instead.
     joint, dual         whether blocks are JointBlocks, and how many of these, the first ones, are dual.
-    pooled_dim          length of a vector in front of the text's states, which adds to the condition; 0: none.
+    pooled_dim          length of a text's pooled vector, which adds to the condition, see PooledText; 0: none.
     patch_bottleneck    channels between the two maps of a patch (JiT); 0: one map.
     wide                hidden_size, depth and num_heads of RAE's wide head, see WideHead.
     base_depth          a second head, for internal guidance, reads the tokens after this block; 0: none.
@@ -131,7 +131,7 @@ class DiT(nn.Module):
         if text:
             self.text_tokens = TextTokens(hidden_size, **text)
         if pooled_dim:
-            self.p_embedder = PooledText(pooled_dim, hidden_size)
+            self.p_embedder = PooledText(pooled_dim, hidden_size, (text or {}).get("num_words"))
         if cross_attention:
             block["text"] = "plain"
         if block.get("modulation") == "shared":
@@ -216,7 +216,8 @@ class DiT(nn.Module):
         time = self.t_embedder(t)  # (B, D)
         if text is not None and hasattr(self, "p_embedder"):
             time = time + self.p_embedder(text, mask)
-            text, mask = text[:, 1:], None if mask is None else mask[:, 1:]
+            if text.ndim == 3:
+                text, mask = text[:, 1:], None if mask is None else mask[:, 1:]
         label = self.y_embedder(y) if y is not None and hasattr(self, "y_embedder") else None
         words, read = (None, None) if text is None else self.text_tokens(text, mask)
         tokens = self._make_condition_tokens(time, label, None if self.cross_attention else words)

@@ -82,7 +82,7 @@ _REMEDIES = (
     (r"^text_tokens\.null", "null_text and class_dropout_prob"),
     (r"^text_tokens\.(fc|norm|proj)", "text_projection and text_encodings_dim"),
     (r"^text_tokens", "condition, num_words and max_text_len, or text_encodings_dim"),
-    (r"^p_embedder", "text_pooled_dim"),
+    (r"^p_embedder", "text_pooled_dim, and num_words"),
     (r"^t_block|adaLN_modulation\.table$", "block.modulation"),
     (r"^blocks\.\d+\.cross", "cross_attention"),
     (r"^t_embedder\.W", "time_freq"),

@@ -110,7 +110,7 @@ VIDEO = MODERN | {
     "video": {"frames": 5, "patch_frames": 2, "given": 3},
 }
 CASES += [
-    VIDEO | {"tokens": {"joins": 1}, "routing": {"ratio": 0.5, "start": 1, "end": 1}},
+    VIDEO | {"text_pooled_dim": 6, "tokens": {"joins": 1}, "routing": {"ratio": 0.5, "start": 1, "end": 1}},
     TINY | {"image_size": 4, "video": {"frames": 3, "height": 6, "beginnings": [0.5]}, "class_dropout_prob": 0.5},
 ]
 

@@ -83,6 +83,33 @@ def test_padding_changes_nothing(way: dict[str, Any], encoded: bool) -> None:
         assert ((network(x, t, text=changed, mask=mask.expand(3, 5)) - padded).abs().amax((1, 2, 3)) > 1e-5).all()
 
 
+def test_hashed_words_are_pooled() -> None:
+    """Oracle: by hand, 1e-6: the mean of the rows of the words that are read, through the same two layers; zeros where
+    no word is read. In the whole network padding changes nothing, a dropped text is the empty one, and words that only
+    the pooled vector tells apart change the output.
+    """
+    network = fill(build(text_pooled_dim=3).networks()["denoiser"])
+    pooled, ids = network.p_embedder, torch.tensor([[4, 9, 9, 0, 0], [7, 0, 0, 0, 0]])
+    rows = torch.stack((pooled.words.weight[[4, 9, 9]].mean(0), pooled.words.weight[7], torch.zeros(3)))
+    found = torch.cat((pooled(ids, ids != 0), pooled(ids[:1], torch.zeros(1, 5, dtype=torch.bool))))
+    assert rows.shape[1] == 3 and torch.allclose(found, pooled.mlp(rows), atol=1e-6)
+    assert torch.allclose(pooled(ids[:1, :3], None), found[:1], atol=1e-6)
+    x, t = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([0.2, 0.8])
+    told = network(x, t, text=ids, mask=ids != 0)
+    other = ids + (ids == 0) * 5
+    assert torch.allclose(network(x, t, text=other, mask=ids != 0), told, atol=1e-6)
+    pooled.words.weight.data.zero_()
+    assert ((network(x, t, text=ids, mask=ids != 0) - told).abs().amax((1, 2, 3)) > 1e-4).all()
+    system, dropped = build(text_pooled_dim=3), build(text_pooled_dim=3, class_dropout_prob=1.0)
+    batch = {"key": torch.arange(2), "caption": captions("a red cat", "the moon")}
+    batch["image"] = torch.zeros(2, 1, 8, 8, dtype=torch.uint8)
+    nothing = dropped._make_condition_arguments(dropped.encode(batch), drop=True)
+    empty = system.network_conditions[0].make_arguments_from_request(
+        Request(torch.arange(2), system.conditions_from_texts(["", " "]))
+    )
+    assert torch.equal(network(x, t, **nothing), network(x, t, **empty))
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_an_empty_prompt_is_the_null_text(tmp_path: Path, way: dict[str, Any]) -> None:
     """Oracle: what a text becomes where training drops it, to the bit; the null text is learned, and no text's."""
