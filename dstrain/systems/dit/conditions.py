@@ -135,7 +135,8 @@ class PooledText(nn.Module):
 
     def forward(self, text: Tensor, mask: Tensor | None) -> Tensor:
         """Returns vectors (B, D) for texts (B, L, E) or (B, L). mask: bool (B, L); None: all True."""
-        mask = torch.ones_like(text[..., 0] if text.ndim == 3 else text) if mask is None else mask
+        if mask is None:
+            mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)
         if self.words is None:
             pooled = text[:, 0, : self.width] * mask[:, :1]
         else:
