@@ -9,6 +9,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from dstrain.distributed.progress import get_phases
 
 # Before torch is loaded: its threads gain nothing on tiny networks, and those of several workers and ranks only fight.
@@ -81,12 +83,24 @@ LONGEST = (
 
 
 def pytest_xdist_auto_num_workers(config):
-    """None for one file or its tests, else one for each core and one more: many tests wait, for a timeout or a link."""
+    """None for one file or its tests, else one for each core and two more: many tests wait, for a timeout or a link."""
     named = {Path(word.partition("::")[0]) for word in config.args}
     if len(named) == 1 and named.pop().is_file():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(WORKERS, cores + 1)
+    return min(WORKERS, cores + 2)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Imports and nine thousand tests are no garbage: to look through them takes each worker a third of its
+    collection.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config, items):
