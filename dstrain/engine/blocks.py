@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from dstrain.engine.masters import get_unpartitioned_shape
@@ -288,21 +289,21 @@ def make_structure_key(block: nn.Module) -> tuple:
 
 
 def convert_inputs_to_channels_last(network: nn.Module) -> None:
-    """Adds a hook that converts each positional input of a network that has four dimensions, images (B, C, H, W),
-    to torch's memory format channels_last (NHWC). The network's layers keep that format.
+    """Adds a hook that converts each positional or named input of a network that has four dimensions, images
+    (B, C, H, W), to torch's memory format channels_last (NHWC). The network's layers keep that format.
 
-    The weights keep their format: they are views of ZeRO's flat buffers, which have one layout only.
+    All are converted, since torch joins images of two formats to one of NCHW. The weights keep their format: they are
+    views of ZeRO's flat buffers, which have one layout only.
     """
     network.register_forward_pre_hook(
-        lambda _, inputs: tuple(
-            _convert_to_channels_last(x) if torch.is_tensor(x) and x.ndim == 4 else x for x in inputs
-        )
+        lambda _, inputs, named: tree_map_only(
+            lambda x: torch.is_tensor(x) and x.ndim == 4, _convert_to_channels_last, (inputs, named)
+        ),
+        with_kwargs=True,
     )
 
 
 def _convert_to_channels_last(images: Tensor) -> Tensor:
-    if images.shape[1] != 1:
-        return images.contiguous(memory_format=torch.channels_last)
-    # With one channel both layouts are the same bytes, and torch keeps the strides of NCHW: set those of NHWC.
-    images, (_, _, height, width) = images.contiguous(), images.shape
-    return images.as_strided(images.shape, (height * width, 1, width, 1))
+    """Returns images (B, C, H, W) in torch's memory format channels_last."""
+    # `contiguous` would keep the strides of images of one channel, whose bytes lie alike in both formats.
+    return torch.empty_like(images, memory_format=torch.channels_last).copy_(images)

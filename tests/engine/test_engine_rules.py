@@ -57,22 +57,25 @@ def test_what_deepspeeds_tool_asks_for():
 
 
 class Pictures(nn.Module):
-    """(B, 2, 4, 4) -> the same through a filter; notes how its input lies in memory."""
+    """(B, C, 4, 4) twice, which are joined -> the same through a filter; notes how what is joined lies in memory."""
 
     def __init__(self):
         super().__init__()
         self.filter = nn.Conv2d(2, 2, 1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, low_res: Tensor) -> Tensor:
+        x = torch.cat((x, low_res), dim=1)
         self.last = x.is_contiguous(memory_format=torch.channels_last)
         return self.filter(x)
 
 
 @pytest.mark.parametrize("on", (False, True))
 def test_how_pictures_lie(on):
-    """Oracle: torch's own word on a tensor's layout, as the recipe asks for it."""
+    """Oracle: torch's own word on a tensor's layout, as the recipe asks for it, of what positional and named inputs of
+    one channel, which has both layouts, are joined to.
+    """
     engines = engines_of(0, network=Pictures, parts=("a",), channels_last=on)
-    engines["a"](torch.zeros(1, 2, 4, 4))
+    engines["a"](torch.zeros(1, 1, 4, 4), low_res=torch.zeros(1, 1, 4, 4))
     assert engines.modules["a"].last == on
 
 
