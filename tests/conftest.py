@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nohup and a shell's `&` hand down SIGINT ignored, and launches of tests are interrupted by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WORKERS = 4  # at most: a launch of two ranks fills two cores by itself
+WORKERS = 3  # at most: a launch of two ranks fills two cores by itself
 # The longest files first, and beside those that compute, those that wait for a timeout, a link or an end: workers
 # that all compute, or all wait, leave cores to each other or to nobody.
 LONGEST = (
@@ -83,12 +83,12 @@ LONGEST = (
 
 
 def pytest_xdist_auto_num_workers(config):
-    """None for one file or its tests, else one for each core and two more: many tests wait, for a timeout or a link."""
+    """None for one file or its tests, else one for each core and one more: many tests wait, for a timeout or a link."""
     named = {Path(word.partition("::")[0]) for word in config.args}
     if len(named) == 1 and named.pop().is_file():
         return 0
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(WORKERS, cores + 2)
+    return min(WORKERS, cores + 1)
 
 
 @pytest.hookimpl(wrapper=True)

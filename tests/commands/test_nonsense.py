@@ -12,6 +12,7 @@ from dstrain.recipe import ConfigError, Run
 from dstrain.recipe.section import iterate_fields
 from dstrain.systems.phenaki import codec
 from tests.support import tokenizer
+from tests.support.sample import sampled
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = systems.find_config_class("dit")
@@ -23,6 +24,7 @@ FREE = {
 }
 FREE_LISTS = {"track.tags", "train_only"}
 PATTERNS = {"optimizer.rates"}  # of weights, whose names --dry-run knows: tests/engine/test_frozen.py
+NONSENSE = ("[nonsense]", "{nonsense: 1}", "-7.5", "''", str(2**63 - 1))
 # Words of pydantic and of Python's types, which no recipe has.
 FOREIGN = ("tuple", "Tuple", "constrained", "literal[", "[key]", ".bool=", ".str=", "dictionary", "instance")
 
@@ -102,10 +104,17 @@ TAKEN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("system", TAKEN)
-def test_the_sections_of_all_systems(tmp_path, monkeypatch, system):
-    """Oracle: the schema of each system: every key is tried with nonsense, and with the largest number there is. It is
-    refused by a line that names the key, its section or the model, in no word of pydantic's, or is in a list above."""
+@pytest.mark.parametrize(
+    "case",
+    sampled([(system, tried) for system in TAKEN for tried in (2, len(NONSENSE))], [(system, 2) for system in TAKEN]),
+    ids=str,
+)
+def test_the_sections_of_all_systems(tmp_path, monkeypatch, case):
+    """Oracle: the schema of each system: every key is tried with so many values, in turn, of nonsense and the largest
+    number there is. It is refused by a line that names the key, its section or the model, in no word of pydantic's, or
+    is in a list above.
+    """
+    system, tried = case
     monkeypatch.chdir(tmp_path)
     words: tuple[str, ...] = ()
     if system == "phenaki":
@@ -116,8 +125,8 @@ def test_the_sections_of_all_systems(tmp_path, monkeypatch, system):
     recipe = f"tiny-{system.replace('.', '-')}"
     assert refuse(tmp_path, *words, recipe=recipe) == []
     taken, wrong = set(), []
-    for key in [key for key, _ in iterate_fields(systems.find_config_class(system), "model")]:
-        for value in ("[nonsense]", "{nonsense: 1}", "-7.5", "''", str(2**63 - 1)):
+    for number, (key, _) in enumerate(iterate_fields(systems.find_config_class(system), "model")):
+        for value in [NONSENSE[(number * tried + turn) % len(NONSENSE)] for turn in range(tried)]:
             override = f"{key}={value}"
             lines = refuse(tmp_path, *words, override, recipe=recipe)
             taken |= set() if lines else {override}

@@ -31,15 +31,13 @@ TRIED = ("dvae fp32", "DiT-XL/2 B=256 dstrain stock", "stall")
 # tests/gpu, the first command to tests/launch/test_resume.py.
 ELSEWHERE = ("check", "no_reads", "first_command")
 
-# Of the cases that time DiT-XL/2, those that CI runs: every side, every stage, precision and kind of switch. The others
-# differ by a value of the recipe or of the JSON, which test_every_switch_is_accepted reads: pytest -m faults runs them.
+# Of the cases that time DiT-XL/2, those that CI runs: every side, precision and kind of switch, and two stages. The
+# others, which pytest -m faults runs, differ by a value of the recipe or of the JSON, and test_every_switch_is_accepted
+# reads it.
 SHORT = (
     "B=32 dstrain plain stock accelerate fast-DiT",
     "with the recipe as shipped",
     "with model.recompute=attention",
-    "with ema.decays=[0.9999,0.999]",
-    "with 4 micro-batches",
-    "with stage 0",
     "with stage 2",
     "with stage 3, overlap_comm=False",
     "with fp16",

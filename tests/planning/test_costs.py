@@ -124,9 +124,10 @@ def test_checkpoint(figures, name):
     assert counted["checkpoint"] == pytest.approx(real["checkpoint"], rel=0.002 if "8 bits" in name else 0)
 
 
-def test_many_micro_batches(in_fork, tmp_path):
+@pytest.mark.parametrize("stages", sampled(((1, 2), (3,)), ((3,),)), ids=str)
+def test_many_micro_batches(in_fork, tmp_path, stages):
     """Oracle: the count of the whole step: what is extended from fewer micro-batches equals it."""
-    in_fork(check_costs.many, tmp_path)
+    in_fork(check_costs.many, tmp_path, stages)
     for whole, extended in json.loads((tmp_path / "many.json").read_text()).values():
         assert extended["recomputed"] == pytest.approx(whole["recomputed"])
         assert extended["collectives"] == whole["collectives"] and extended["collectives"]
