@@ -111,10 +111,10 @@ PLACES = {
 BACK, RETURNING = (1, 2), ("iddpm", "tokenizer", "phenaki")  # from what 4 ranks saved at stage 3
 # Of these CI's: each system goes to one place, DiT in one of its forms, and each place has a system.
 PLACES_SAMPLE = {
-    (4, 3): ("iddpm", "phenaki"),
+    (4, 3): ("iddpm",),
     (4, 1): ("vae",),
     (2, 3): ("dvae",),
-    (1, 0): ("dit", "tokenizer", "prior"),
+    (1, 0): ("dit", "tokenizer", "prior", "phenaki"),
     (1, 3): ("vae",),
 }
 RETURNING_SAMPLE = ("iddpm",)

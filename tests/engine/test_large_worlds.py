@@ -24,7 +24,7 @@ from tests.support.engines import resolve
 from tests.support.launch import ROOT, launch
 from tests.support.tiny import Tiny
 
-LARGE = ("model.size=null", "model.patch_size=2", "model.hidden_size=4096", "model.depth=33", "model.num_heads=32")
+LARGE = ("model.size=null", "model.patch_size=2", "model.hidden_size=8192", "model.depth=8", "model.num_heads=64")
 WORLDS = (64, 4096)
 
 

@@ -33,7 +33,7 @@ CASES = {
     "dit summed": DIT,
     "dit fp32": ("tiny", "model.recompute=all"),
     "vae": VAE,
-    "dit at the host": ("tiny", "batch.micro=2", "model.recompute=offload", "model.depth=6"),
+    "dit at the host": ("tiny", "batch.micro=2", "model.recompute=offload", "model.depth=3"),
     "iddpm": ("tiny-iddpm", "batch.micro=4"),
     "phenaki": ("tiny-phenaki", "data.path=builtin:moving-fashion", "data.held_out=0"),
     "prior": ("tiny-prior",),

@@ -104,11 +104,11 @@ def test_every_stage_on_every_number_of_ranks(on_ranks, in_fork, tmp_path):
 
 @pytest.mark.parametrize("stage", sampled((2, 3), (3,)))
 def test_inputs_on_the_host(figures, stage):
-    """Oracle: by hand: six blocks send 2 samples of 16 tokens of width 32 in bf16, in each of two micro-batches, of
+    """Oracle: by hand: three blocks send 2 samples of 16 tokens of width 32 in bf16, in each of two micro-batches, of
     which one is there at a time. Real ranks send as much.
     """
     for side in figures[f"2 dit at the host {stage}"]:
-        assert side["on_host"] == 6 * 2 * 16 * 32 * 2 and side["moved"] == 2 * side["on_host"]
+        assert side["on_host"] == 3 * 2 * 16 * 32 * 2 and side["moved"] == 2 * side["on_host"]
 
 
 def test_computed_again(figures):
