@@ -18,7 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # nohup and a shell's `&` hand down SIGINT ignored, and launches of tests are interrupted by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-WORKERS = 3  # at most: a launch of two ranks fills two cores by itself
+WORKERS = 4  # at most: a launch of two ranks fills two cores by itself
 # The longest files first, and beside those that compute, those that wait for a timeout, a link or an end: workers
 # that all compute, or all wait, leave cores to each other or to nobody.
 LONGEST = (
@@ -93,8 +93,8 @@ def pytest_xdist_auto_num_workers(config):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
-    """Imports and nine thousand tests are no garbage: to look through them takes each worker a third of its
-    collection.
+    """Stops the garbage collector while tests are collected: it would look through imports and nine thousand tests,
+    none of them garbage, which takes each worker a third of its collection.
     """
     gc.disable()
     try:

@@ -141,18 +141,25 @@ def _convert_errors_to_exit_codes(main: Callable[[], None], stops_on_request: bo
         raise SystemExit(next(code[kind] for kind in code if isinstance(error, kind))) from None
     except RuntimeError as error:
         if (group := _get_distributed_group_if_imported()) and group.explain_lost_ranks(error):
+            if not group.is_started():
+                _wait_for_report_of_rank_0()
             group.end_process(error)
         raise
 
 
 def _report_error(error: Exception) -> None:
-    """Prints an error on stderr. Ranks above 0 first wait 6 seconds: mostly rank 0 reports the same and ends them."""
+    """Prints an error on stderr, on ranks above 0 after `_wait_for_report_of_rank_0`."""
     rank = read_rank_and_world().rank
-    if rank:
-        # Mostly rank 0 reports the same, and its end ends this rank, after seconds where the launcher has little of a
-        # core. A fault of this machine alone is reported here.
-        time.sleep(6)
+    _wait_for_report_of_rank_0()
     _print_problems(getattr(error, "problems", [str(error)]), f" [rank {rank}]" if rank else "")
+
+
+def _wait_for_report_of_rank_0() -> None:
+    """Waits 6 seconds on ranks above 0. Mostly rank 0 reports the same fault, or why it has gone, and its end ends this
+    rank, after seconds where the launcher has little of a core. What is left then is a fault of this machine alone.
+    """
+    if read_rank_and_world().rank:
+        time.sleep(6)
 
 
 def _print_problems(lines: list[str], rank_label: str = "") -> None:

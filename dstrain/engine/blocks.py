@@ -289,10 +289,11 @@ def make_structure_key(block: nn.Module) -> tuple:
 
 
 def convert_inputs_to_channels_last(network: nn.Module) -> None:
-    """Adds a hook that converts each positional or named input of a network that has four dimensions, images
-    (B, C, H, W), to torch's memory format channels_last (NHWC). The network's layers keep that format.
+    """Adds a hook that converts all positional and named inputs with four dimensions to torch's memory format
+    channels_last (NHWC): images (B, C, H, W), whose format the network's layers keep. Of token ids (B, t, h, w), too,
+    only the strides change.
 
-    All are converted, since torch joins images of two formats to one of NCHW. The weights keep their format: they are
+    Torch joins images of two formats to one of NCHW, so each must be converted. The weights keep their format: they are
     views of ZeRO's flat buffers, which have one layout only.
     """
     network.register_forward_pre_hook(

@@ -12,7 +12,7 @@ import torch
 from dstrain.distributed import group
 from dstrain.distributed.launcher import Place
 from tests.support import gloo
-from tests.support.launch import environment, free_port
+from tests.support.launch import SPAWN, environment, free_port
 
 MPICH = {"PMI_RANK": 1, "PMI_SIZE": 2, "MPI_LOCALRANKID": 1, "MPI_LOCALNRANKS": 2}
 WORDS = (
@@ -364,6 +364,31 @@ def test_a_rank_that_is_alone():
     )
     assert done.returncode == 1 and "Traceback" in done.stderr
     assert f"has not met the other ranks at 127.0.0.1:{port} within faults.timeout_minutes" in done.stderr
+
+
+def test_a_rank_that_has_gone_says_why_alone(tmp_path):
+    """Oracle: by hand: rank 0 says why it ends while rank 1 still looks for it; no traceback of rank 1 follows."""
+    (tmp_path / "ranks.py").write_text(
+        "import os, psutil, sys, time\n"
+        "from torch.distributed import TCPStore\n"
+        "from dstrain.commands.exits import run_main_with_exit_code\n"
+        "from dstrain.engine.start import start_process_group\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    run_main_with_exit_code(lambda: start_process_group(1))\n"
+        "port = int(os.environ['MASTER_PORT'])\n"
+        "store = TCPStore('127.0.0.1', port, 2, True, wait_for_workers=False)\n"
+        "def is_met():  # by rank 1 and by its own client\n"
+        "    links = psutil.Process().net_connections('tcp')\n"
+        "    return sum(link.laddr.port == port and link.status == 'ESTABLISHED' for link in links) == 2\n"
+        "while not is_met():\n"
+        "    time.sleep(0.05)\n"
+        "time.sleep(0.5)\n"
+        "print('data.splits: wrong', file=sys.stderr, flush=True)\n"
+        "os._exit(2)\n"
+    )
+    words = [sys.executable, str(SPAWN), "2", str(free_port()), str(tmp_path / "ranks.py")]
+    done = subprocess.run(words, text=True, capture_output=True, timeout=200, env=environment())
+    assert done.returncode == 2 and "data.splits: wrong" in done.stderr and "Traceback" not in done.stderr, done.stderr
 
 
 def _teams(rank: int) -> tuple[list[int], bool, dict, dict]:

@@ -109,7 +109,7 @@ PLACES = {
     (1, 3): ("vae",),
 }
 BACK, RETURNING = (1, 2), ("iddpm", "tokenizer", "phenaki")  # from what 4 ranks saved at stage 3
-# Of these CI's: each system goes to one place, DiT in one of its forms, and each place has a system.
+# Of these CI's: each system goes to a place, DiT in one of its forms, and each place has a system.
 PLACES_SAMPLE = {
     (4, 3): ("iddpm",),
     (4, 1): ("vae",),

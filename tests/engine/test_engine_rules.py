@@ -57,7 +57,7 @@ def test_what_deepspeeds_tool_asks_for():
 
 
 class Pictures(nn.Module):
-    """(B, C, 4, 4) twice, which are joined -> the same through a filter; notes how what is joined lies in memory."""
+    """(B, 1, 4, 4) twice, joined and filtered -> (B, 2, 4, 4); notes how what is joined lies in memory."""
 
     def __init__(self):
         super().__init__()
@@ -71,8 +71,8 @@ class Pictures(nn.Module):
 
 @pytest.mark.parametrize("on", (False, True))
 def test_how_pictures_lie(on):
-    """Oracle: torch's own word on a tensor's layout, as the recipe asks for it, of what positional and named inputs of
-    one channel, which has both layouts, are joined to.
+    """Oracle: torch's own word on the layout of what a positional and a named input are joined to. Each has one
+    channel, whose bytes lie alike in both layouts.
     """
     engines = engines_of(0, network=Pictures, parts=("a",), channels_last=on)
     engines["a"](torch.zeros(1, 1, 4, 4), low_res=torch.zeros(1, 1, 4, 4))

@@ -84,8 +84,9 @@ def list_cpu_configs() -> list[str]:
     return names
 
 
-# What computes the step on the host and shares all weights. On the device test_live_engines_go_back_exactly has all
-# stages in both precisions, and the tests beside it kill, stop and go back at stage 2 in fp32.
+# CI takes the file that computes the step on the host and shares all weights. On the device
+# test_live_engines_go_back_exactly goes back at all stages in both precisions, and the tests beside it stop and go back
+# at stage 2 in fp32.
 SAMPLED = ("zero3_offload.json",)
 
 

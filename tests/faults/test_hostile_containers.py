@@ -366,7 +366,7 @@ def test_damaged_containers(tmp_path, name, sound):
     assert outcome(all_of, tmp_path / name).startswith("value: ")
 
     def read_damaged(path: Path) -> str:
-        """Reads 30 damaged files, or raises as the first does that is neither read nor refused."""
+        """Reads 30 damaged files one after another. Raises the first error that is no refusal."""
         draw = np.random.default_rng(3)
         for _ in range(30):
             damaged = bytearray(content)

@@ -31,9 +31,9 @@ TRIED = ("dvae fp32", "DiT-XL/2 B=256 dstrain stock", "stall")
 # tests/gpu, the first command to tests/launch/test_resume.py.
 ELSEWHERE = ("check", "no_reads", "first_command")
 
-# Of the cases that time DiT-XL/2, those that CI runs: every side, precision and kind of switch, and two stages. The
-# others, which pytest -m faults runs, differ by a value of the recipe or of the JSON, and test_every_switch_is_accepted
-# reads it.
+# Of the cases that time DiT-XL/2, those that CI runs: every side, precision and kind of switch, and the stages 1 to 3.
+# The others are left to pytest -m faults. They differ by one value of the recipe or of the JSON, which
+# test_every_switch_is_accepted reads.
 SHORT = (
     "B=32 dstrain plain stock accelerate fast-DiT",
     "with the recipe as shipped",

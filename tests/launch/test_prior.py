@@ -43,8 +43,8 @@ def encoded(pairs: Path) -> list[str]:
     return [f"data.path={pairs}", "model.image_embed_dim=12", "model.text_encodings_dim=5", "model.max_text_len=3"]
 
 
-# In CI stage 1 is test_phenaki.py's, 2 test_iddpm.py's, and 3 test_resume.py's; the engines' on other numbers of ranks
-# engine/test_systems.py's.
+# CI kills runs of other systems: at stage 1 in test_phenaki.py, at 2 in test_iddpm.py, at 3 in test_resume.py. And
+# engine/test_systems.py resumes the prior on another number of ranks.
 @pytest.mark.faults
 @pytest.mark.parametrize("stage", (1, 2, 3))
 def test_kill_minus_nine(tmp_path, stage):

@@ -70,8 +70,8 @@ STAGES = {
     },
     4: {"dit summed": (2, 3), "vae": (1,), "phenaki": (3,), "muon": (1,), "secondary": (3,)},
 }
-# Of these CI's sample: every stage and number of ranks, and every case that another does not contain: precisions,
-# two networks, inputs, optimizer and parameters on the host, each optimizer with moments of its own.
+# Of these CI's sample: every stage and number of ranks, both precisions, states of a system, two networks, inputs,
+# optimizer and parameters on the host, and each optimizer with moments of its own. IDDPM and the prior are `faults`.
 SAMPLE = {
     1: {"vae": (0,)},
     2: {
@@ -79,8 +79,10 @@ SAMPLE = {
         "dit fp32": (2,),
         "dit at the host": (3,),
         "phenaki": (0,),
+        "tokenizer": (1,),
         "muon": (3,),
         "8 bits": (3,),
+        "offloaded summed": (2,),
         "all offloaded": (3,),
         "dit frozen": (1,),
     },

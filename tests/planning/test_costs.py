@@ -124,6 +124,7 @@ def test_checkpoint(figures, name):
     assert counted["checkpoint"] == pytest.approx(real["checkpoint"], rel=0.002 if "8 bits" in name else 0)
 
 
+# At stage 3 each micro-batch gathers weights and scatters gradients. What stage 1 reduces, "offloaded summed" shows.
 @pytest.mark.parametrize("stages", sampled(((1, 2), (3,)), ((3,),)), ids=str)
 def test_many_micro_batches(in_fork, tmp_path, stages):
     """Oracle: the count of the whole step: what is extended from fewer micro-batches equals it."""

@@ -256,6 +256,15 @@ def test_a_learned_null_text_gives_way(tmp_path: Path) -> None:
     assert all(torch.equal(value, state[name]) for name, value in values.items())
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_card_of_texts_that_were_dropped(tmp_path: Path, share: float) -> None:
+    """Oracle: by hand: without dropped texts nothing leads away from an empty text, so the example's guidance is 1."""
+    told = build_told(tmp_path, class_dropout_prob=share, null_text="encoder" if share else "learned")
+    _, note, code = to_diffusers.describe_export(told[0])
+    assert ("trained without dropped texts: sample with guidance_scale=1" in note) == (not share)
+    assert ("guidance_scale=1.0" in code) == (not share)
+
+
 @pytest.mark.parametrize("share", sampled((0.0, 0.1), (0.1,)))
 def test_stock_pipeline_draws_from_an_export(tmp_path: Path, share: float) -> None:
     """Oracle: diffusers' own pipeline, in a process without dstrain, draws what the trained network draws, within two

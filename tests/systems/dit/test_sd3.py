@@ -358,6 +358,13 @@ def test_masked_words_are_not_read() -> None:
     assert torch.allclose(masked, cut, atol=1e-6) and not torch.allclose(masked, whole, atol=1e-3)
 
 
+@pytest.mark.parametrize("has_t5", [True, False])
+def test_card_names_absent_encoder(tmp_path: Path, has_t5: bool) -> None:
+    """Oracle: diffusers' own arguments, by which a pipeline is opened without its third encoder."""
+    code = to_diffusers.describe_export(build_told(tmp_path, has_t5)[0])[2]
+    assert ("text_encoder_3=None, tokenizer_3=None" in code) == (not has_t5)
+
+
 @pytest.mark.parametrize("has_t5", sampled((True, False), (True,)))
 def test_stock_pipeline_draws_from_an_export(tmp_path: Path, has_t5: bool) -> None:
     """Oracle: diffusers' own pipeline, in a process without dstrain, draws what the trained network draws, within two
