@@ -45,7 +45,7 @@ def test_the_table():
     assert statistics.stdev(STARTS["baseline"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.faults  # half a minute of trainings for one benchmark
 def test_the_script(tmp_path, monkeypatch, capsys):
     """Oracle: a training writes a line beside the one that is there; the same command again writes none, with equal CPU
     seconds one more.

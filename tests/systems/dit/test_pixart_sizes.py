@@ -133,6 +133,7 @@ def test_published_size() -> None:
     assert counts[0] == counts[1] and theirs.pos_embed.interpolation_scale == config.interpolation_scale
 
 
+@pytest.mark.faults  # in CI: the pipeline of images without sizes in test_pixart.py, and sizes by the networks above
 @torch.no_grad()
 def test_stock_pipeline_draws_from_an_export(tmp_path: Path) -> None:
     """Oracle: diffusers' own pipeline, in a process without dstrain, tells the size of its pictures and draws what the
