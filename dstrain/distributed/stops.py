@@ -164,7 +164,7 @@ class Stops:
         """
         heard: float | None = None
         while not self._closed.is_set():
-            if select.select([self._numbers], [], [], _TICK)[0]:
+            if woken := bool(select.select([self._numbers], [], [], _TICK)[0]):
                 # The main thread may be in C for long, and run no handler.
                 for number in os.read(self._numbers, 64):
                     if number in self._before:
@@ -173,7 +173,7 @@ class Stops:
             if not self.is_requested() or self._closed.is_set():
                 continue
             heard = heard or time.monotonic()
-            if self.at_once and not self._left:
+            if self.at_once and not self._left and not woken:  # this signal, too, wakes the thread: one each _TICK
                 signal.pthread_kill(self._main, signal.SIGTERM)
             if self.patience is not None and time.monotonic() - heard > self.patience:
                 self.announce_end_and_remove_stop_file()
