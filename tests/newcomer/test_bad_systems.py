@@ -210,8 +210,8 @@ def test_a_broken_system(train, old, new, message):
 def test_a_frozen_parameter(tmp_path, line):
     """Oracle: the weight that the first step left, in all kinds of weights of the third; other matrices learned."""
     (tmp_path / "strange.py").write_text(EDM.replace(UNET, f"{UNET}        {line}\n"))
-    run = RUN | ALL | {"system": "strange", "steps": 3, "save": {"keep": 9}}
-    run["every"] = ALL["every"] | {"save": 1}
+    run = RUN | {"system": "strange", "steps": 3, "save": {"keep": 9}, "samples": {"num": 2, "num_steps": 2}}
+    run["every"] = ALL["every"] | {"save": 1, "evaluate_samples": 8}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(run))
     launch(
         "launch/train.py",

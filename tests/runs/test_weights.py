@@ -5,8 +5,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from zipfile import ZIP_DEFLATED, ZipFile
 
@@ -26,7 +24,7 @@ from dstrain.runs.weights import (
     write_part_weights,
 )
 from dstrain.systems.base import System
-from tests.support.launch import ROOT, environment, here
+from tests.support.launch import ROOT, here, launch
 
 MODEL = {
     "patch_size": 8,
@@ -60,21 +58,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def told(path: Path, replaced: int = 0) -> str:
     """The line of what was loaded of a tiny DiT."""
     return f"denoiser: {len(weights()) - replaced} tensors loaded, {replaced} replaced, 0 left, from {path}"
-
-
-# `python SCRIPT ARGUMENTS` once for each list of arguments, in one process, since DeepSpeed is slow to import.
-PROGRAM = """
-import json, runpy, sys
-from dstrain.commands import exits
-exits._exit_without_freeing_modules = sys.exit  # a command that has begun a process group ends its process
-script, lists = sys.argv[1], json.loads(sys.argv[2])
-for arguments in lists:
-    sys.argv[:] = [script, *arguments]
-    try:
-        runpy.run_path(script, run_name="__main__")
-    except SystemExit as ended:
-        assert not ended.code, ended.code
-"""
 
 
 def checkpoint(folder: Path, step: int) -> Path:
@@ -113,17 +96,8 @@ def runs(tmp_path_factory) -> tuple[Path, Path, str]:
         ],
     ]
     arguments.insert(1, [word.replace("begun", "dry") for word in arguments[1]] + ["--dry-run"])
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(ROOT / "launch" / "train.py"), json.dumps(arguments)],
-        env=environment(),
-        text=True,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    assert done.returncode == 0, done.stdout[-6000:]
-    return trained, begun, done.stdout
+    said = [launch("launch/train.py", *words, num=1).stdout for words in arguments]
+    return trained, begun, "".join(said)
 
 
 @pytest.fixture
