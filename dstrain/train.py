@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -106,6 +107,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
     engines, tracker, course, throughput = training.engines, training.tracker, training.course, training.throughput
     training.stops.defer_stops_to_main_thread(_FIRST_STEP)  # all is saved until the first step has ended
     left = finish_resumed_step(training, done)
+    intervals = every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots
     while done < run.steps and not (stop or left):
         training.watchdog.enter_phase(done + 1)
         ballot = group.Ballot(lambda: has_reason_to_stop(training))
@@ -115,7 +117,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
                     done, run, training.system, engines, training.batches, tracker, course.num_dropped, ballot.cast_vote
                 )
         except Stopped:  # before the step has changed anything
-            training.saver.wait_for_save()
+            training.saves.wait_for_saves()
             if done != training.saver.newest:
                 save_and_evaluate_if_due(training, done, stop=True)
             else:
@@ -137,10 +139,7 @@ def run_training_steps(training: Training) -> tuple[int, bool]:
             counts = {"skipped": course.state.skipped, "rollbacks": course.num_rollbacks}
             counts |= training.batches.count_samples_by_source(done)
             tracker.report_means(done, throughput.compute_interval_figures(done) | counts | engines.collect_metrics())
-        if last or any(
-            is_due(interval, done)
-            for interval in (every.save, every.sample, every.evaluate, every.metrics, run.ema.snapshots)
-        ):
+        if last or any(is_due(interval, done) for interval in intervals):
             with throughput.exclude_time_of_block():
                 left = save_and_evaluate_if_due(training, done, stop)
     if stop or left:
@@ -168,8 +167,8 @@ def save_and_evaluate_if_due(training: Training, done: int, stop: bool) -> bool:
         training.saves.save(done, last, routine=is_due(every.save, done) and good)  # written while training goes on
     training.saves.averages.write_snapshot_if_due(done, done == run.steps, last)
     left = not stop and not draw_samples_and_measure_metrics(training, done, saved)
-    if left and not saved:
-        training.saves.save(done, True, routine=False)
+    if left:
+        training.saves.save_unless_saved(done, routine=is_due(every.save, done) and good)
     return left
 
 
@@ -252,6 +251,7 @@ def take_step(
     engines.begin_step(run.optimizer.compute_lr(step, run.steps))
     sequence, watched = run.parallel.sequence, []
     losses: dict[str, list[Tensor]] = {}
+    turns = system.turns(step)  # ("denoiser",) or ("autoencoder", "discriminator"); `encode` makes shapes by it
     for micro, batch in enumerate(batches.read_step(step + num_dropped)):  # batch["key"] sets a sample's randomness
         if micro:
             record_piece_of_work()
@@ -262,7 +262,7 @@ def take_step(
         with torch.no_grad():
             example = system.encode(batch)  # frozen encoders; building one draws random weights
         rng.seed_torch(run.seed, step + num_dropped, micro * group.world() + group.rank())  # dropout is torch's own
-        for part in system.turns(step):  # ("denoiser",) or ("autoencoder", "discriminator")
+        for part in turns:
             # This part is live, the others are bare and frozen; ranks that share samples cut their tokens.
             with engines.freeze_all_but(part) as nets, share_tokens_among_ranks(group.get_neighbour_group(sequence)):
                 terms = system.loss(part, nets, example)
@@ -290,8 +290,9 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         say(*describe_data(run.data, source, held_out_source, folder))
     get_phases().enter_phase("building networks")
     system = systems.build(run.system, run.model)  # networks, losses, sampler: plain torch
+    fingerprint = cache(lambda: system.fingerprint(source))  # asks for the sizes of up to 10,000 files
     # Checked before, too; but a run that was waited for may have trained here since then.
-    hosts.run_on_rank_0_or_exit(lambda: folders.check_and_prepare_run_folder(run, system.fingerprint(source), resume))
+    hosts.run_on_rank_0_or_exit(lambda: folders.check_and_prepare_run_folder(run, fingerprint(), resume))
     folders.broadcast_folder_claim(folder)
 
     for network in system.frozen():
@@ -322,7 +323,7 @@ def set_up_training(run: Run, settings: dict[str, Any], resume: Resume, watchdog
         say(f"step {earlier} was saved here, and step {first} is the newest whole checkpoint")
     elif first == 0 and (folder / "metrics.jsonl").exists():
         say("an earlier command ended before it saved anything: training begins at step 1 again")
-    hosts.run_on_rank_0_or_exit(lambda: folders.write_run_files(run, settings, system.fingerprint(source)))
+    hosts.run_on_rank_0_or_exit(lambda: folders.write_run_files(run, settings, fingerprint()))
     micro, sequence = settings["train_micro_batch_size_per_gpu"], run.parallel.sequence
     batches = Batches(
         source,

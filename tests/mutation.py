@@ -207,8 +207,8 @@ MISTAKES = [
     (
         "rotated condition tokens",
         "dstrain/nn/positions.py",
-        "np.pad(angles, ((before, after), (0, 0)))",
-        'np.pad(angles, ((before, after), (0, 0)), mode="edge")',
+        "np.pad(angles, ((0, after), (0, 0)))",
+        'np.pad(angles, ((0, after), (0, 0)), mode="edge")',
         f"{PUBLISHED}::test_golden_networks[raev2_label]",
     ),
     (

@@ -150,7 +150,6 @@ class Index(TensorLocator):
 
     def __init__(self, folder: Path, part: str, names: Iterable[str]) -> None:
         super().__init__(folder, part)
-        self.metadata: dict[str, str] = {}  # of the first shard
         self.pieces: dict[str, dict[str, list[tuple[int, Span]]]] = {}  # kind: name: (first element, bytes)
         for name in names:
             self._add_shard(folder / name)
@@ -189,7 +188,6 @@ class Index(TensorLocator):
                 entries.append((kind, fragment, tensor.spans[0]))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{path} is not a shard of named fragments: {error}") from None
-        self.metadata = self.metadata or metadata
         for kind, fragment, span in entries:
             shape = self._shapes.setdefault(fragment.name, fragment.shape)
             if shape != fragment.shape:

@@ -179,7 +179,7 @@ class Saver:
         """Returns whether a score is finite and lower than the scores of all checkpoints, including one that is being
         written. If no checkpoint has a score, any finite one is. Call it on all ranks; all get the same result.
         """
-        best, pending = self.store.find_best_checkpoint(), self._pending
+        best, pending = self.store.find_best_checkpoint() if group.rank() == 0 else None, self._pending
         scores = [best[1]] if best else []
         if pending is not None and _is_finite(pending.score) and not (pending.ended.is_set() and pending.error):
             scores.append(pending.score)

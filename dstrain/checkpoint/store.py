@@ -65,7 +65,7 @@ class Store:
         self.metric, self._finish = metric, finish
         self._makes_parents = not self.folder.parent.is_dir()  # a run's folder that is taken away stays so
         self.error: str | None = None
-        self.damaged: set[int] = set()  # steps that newest() passed over
+        self.damaged: set[int] = set()  # steps that find_newest_checkpoint passed over
         self._mark = ""  # of the step that is written: no other process has a folder of this name
 
     def save(

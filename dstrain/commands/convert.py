@@ -7,6 +7,7 @@ test set of their own; latents become a cache, as `dstrain encode` writes it. No
 import io
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from itertools import chain
@@ -21,7 +22,7 @@ from dstrain.commands.options.convert import ConvertOptions
 from dstrain.commands.options.shipped import find_shipped_folder
 from dstrain.data.formats.labels import read_class_list
 from dstrain.data.formats.packed import FORMAT, HELD_OUT, INDEX, PACKING, TRAIN, ShardWriter, hash_file, name_shard
-from dstrain.disk import atomic, sealed
+from dstrain.disk import atomic, sealed, small
 from dstrain.distributed.progress import Bar
 from dstrain.recipe import ConfigError, explain_write_errors
 
@@ -132,8 +133,10 @@ def _prepare_split_folder(out: Path, folder: Path, data_kind: str) -> None:
         strangers = sorted(path.name for path in folder.iterdir() if path.name not in known)
         if not (folder / PACKING).exists():
             strangers = [name for name in strangers if not name.startswith(".")]
-        elif json.loads((folder / PACKING).read_text()) == {"converted": data_kind}:
-            strangers = []
+        else:
+            with suppress(ValueError):  # a damaged file, which no conversion of ours leaves
+                if small.read_json(folder / PACKING) == {"converted": data_kind}:
+                    strangers = []
         if strangers:
             raise ConfigError(f"--out {out} holds {', '.join(strangers[:3])}: name a new folder")
         (folder / INDEX).unlink(missing_ok=True)

@@ -114,12 +114,11 @@ def _summarize_captions(layout: Layout, index: Index) -> dict[str, Any] | None:
     if not index.most_captions:
         return None
     lengths, number, captioned = np.zeros(_LONGEST + 1, np.int64), 0, 0
-    for start in range(0, len(index), CHUNK):
-        for row in range(start, min(start + CHUNK, len(index))):
-            own = [len(text.encode()) for text in index.read_captions(row)]
-            captioned += any(own)
-            number += len(own)
-            np.add.at(lengths, np.minimum(own, _LONGEST), 1)
+    for row in range(len(index)):
+        own = [len(text.encode()) for text in index.read_captions(row)]
+        captioned += any(own)
+        number += len(own)
+        np.add.at(lengths, np.minimum(own, _LONGEST), 1)
     below = lengths.cumsum()
     quantiles = {
         name: int(np.searchsorted(below, share * number))

@@ -23,7 +23,8 @@ from dstrain.runs.hostfile import exclude_hosts_from_command, find_unreachable_h
 
 FRUITLESS = 4  # starts in a row that save no step, after which it gives up
 _LONGEST = 300.0  # seconds between two starts
-_ONCE = {"--from-scratch": 0, "--step": 1, "--profile": 1}  # options of one command alone, with the words they take
+# Options of one command alone, with the number of words that they take.
+_ONCE = {"--from-scratch": 0, "--from_scratch": 0, "--step": 1, "--profile": 1}
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _SUBREAPER = 36  # prctl: orphans below this process become its children
 
@@ -111,7 +112,7 @@ class _Supervisor:
             if enough:
                 return exclude_hosts_from_command(words, hosts, missing)
             told = missing
-            self._wait_unless_signalled(min(self._options.backoff, _LONGEST))
+            self._wait_unless_signalled(min(max(self._options.backoff, 1.0), _LONGEST))
         return words
 
     def _run_command(self, words: list[str]) -> int:
@@ -134,7 +135,7 @@ class _Supervisor:
             code = self._process.wait()
             self._end_leftover_ranks()
             if (self._folder / "run.yaml").exists():
-                folders.lock_folder(self._folder).close()  # rank 0 may run on another machine
+                self._wait_for_folder_lock()
             noted = exit_codes.read_exit_codes(file.name)
         if self._signal and exit_codes.STOPPED in noted:
             return exit_codes.STOPPED
@@ -152,8 +153,10 @@ class _Supervisor:
         while rest := list_descendant_pids(os.getpid()):
             if time.monotonic() > end:
                 self._print_and_log_line(f"{len(rest)} processes of the last start still run and are killed")
+                end = time.monotonic() + _LONGEST  # a process that waits for its disk or GPU cannot end at once
                 for pid in rest:
-                    os.kill(pid, signal.SIGKILL)
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
             time.sleep(0.2)
         while True:  # those that ended as orphans are its children
             try:
@@ -161,6 +164,18 @@ class _Supervisor:
                     return
             except ChildProcessError:
                 return
+
+    def _wait_for_folder_lock(self) -> None:
+        """Waits until no process has the run's folder: rank 0 may run on another machine. Gives up after a signal, and
+        raises ConfigError after faults.timeout_minutes.
+        """
+        end = time.monotonic() + 60 * self._run.faults.timeout_minutes
+        while not self._signal:
+            try:
+                return folders.lock_folder(self._folder, 1.0).close()
+            except ConfigError:
+                if time.monotonic() > end:
+                    raise
 
     def _must_not_restart(self, code: int, saved_step: int) -> bool:
         """Returns whether the command is not to be started again: after a signal to this process, wrong input,

@@ -359,8 +359,9 @@ def join_class_names(sources: Sequence[Source], names: Sequence[str], rule: str)
             None,
         )
         if rule == "same":
+            there = set(source.classes)
             problem = problem or next(
-                (f"{name} lacks the class {own} of {names[0]}" for own in first if own not in set(source.classes)), None
+                (f"{name} lacks the class {own} of {names[0]}" for own in first if own not in there), None
             )
         if problem:
             raise ConfigError(

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dstrain.diffusion.densities import DENSITIES
-from dstrain.diffusion.gaussian import Network, Noise, Progress, upcast_output_to_float32
+from dstrain.diffusion.gaussian import Network, Noise, upcast_output_to_float32
 from dstrain.diffusion.interpolant import PATHS, Interpolant, compute_time_of_noise_ratio
 from dstrain.diffusion.schedule import LARGEST_NOISE, make_noise_levels_after_first_step
 from dstrain.diffusion.solvers import SOLVERS, Level, choose_eta, count_solver_steps, run_solver
@@ -147,7 +147,6 @@ class FlowMatching:
         num_calls: int,
         spacing: str | None = None,
         eta: float | None = None,
-        progress: Progress = iter,
     ) -> Tensor:
         """Returns samples x_start, made from standard normal noise x by the named sampler, one of SAMPLERS.
 
@@ -171,13 +170,13 @@ class FlowMatching:
                 num_steps = max(num_steps, 1)
             first = _BEGIN if self.coefficient == "sbdm" and self.interpolant.path != "vp" else 1.0
             grid = self.make_time_grid(num_steps, x, spacing, first, 0.0 if self.last == "none" else self.last_size)
-            return self.integrate_sde(network, x, grid, draw_scaled_noise, eta, progress, sampler)
+            return self.integrate_sde(network, x, grid, draw_scaled_noise, eta, sampler)
         grid = self.make_time_grid(num_steps, x, spacing)
         if sampler in ("euler", "heun"):
-            return self.integrate_ode(network, x, grid, sampler, progress)
+            return self.integrate_ode(network, x, grid, sampler)
         denoise = _Denoiser(self, network)
         levels = [*map(denoise.make_noise_level, grid[:-1].tolist()), Level.make_noise_free_level()]
-        return run_solver(sampler, denoise, levels, x, draw_scaled_noise, eta, progress)
+        return run_solver(sampler, denoise, levels, x, draw_scaled_noise, eta)
 
     def invert(
         self,
@@ -199,9 +198,7 @@ class FlowMatching:
         return x / self.noise_scale
 
     @torch.no_grad()
-    def integrate_ode(
-        self, network: Network, x: Tensor, grid: Tensor, method: str, progress: Progress = iter
-    ) -> Tensor:
+    def integrate_ode(self, network: Network, x: Tensor, grid: Tensor, method: str) -> Tensor:
         """Integrates the ODE from x at time grid[0] to time grid[-1], and returns x there. The times `grid` (n + 1,)
         ascend (data to noise) or descend (noise to data).
 
@@ -209,7 +206,7 @@ class FlowMatching:
                 step that begins or ends at t = 0 as euler does.
         """
         times = grid.tolist()
-        for step in progress(range(len(grid) - 1)):
+        for step in range(len(grid) - 1):
             length = grid[step + 1] - grid[step]
             first = self.predict_velocity(network, x, grid[step].expand(len(x)))
             # At the data other predictions say little of the velocity: the step there is Euler's.
@@ -221,11 +218,11 @@ class FlowMatching:
             x = x + length * (first + second) / 2
         return x
 
-    def sample_euler(self, network: Network, x: Tensor, num_steps: int, progress: Progress = iter) -> Tensor:
+    def sample_euler(self, network: Network, x: Tensor, num_steps: int) -> Tensor:
         """Returns samples x_start, made from noise x by Euler's method in `num_steps` steps of one network
         call each.
         """
-        return self.integrate_ode(network, x, self.make_time_grid(num_steps, x), "euler", progress)
+        return self.integrate_ode(network, x, self.make_time_grid(num_steps, x), "euler")
 
     @torch.no_grad()
     def integrate_sde(
@@ -235,7 +232,6 @@ class FlowMatching:
         grid: Tensor,
         noise: Noise,
         eta: float = 1.0,
-        progress: Progress = iter,
         method: str = "sde",
     ) -> Tensor:
         """Integrates the SDE backwards in time along the descending times `grid` (n + 1,), from noise x at the first
@@ -251,7 +247,7 @@ class FlowMatching:
         The flow's attribute `last` says how the last step is made: euler, mean, tweedie or none.
         """
         times = grid.tolist()
-        for step in progress(range(len(times) - 1)):
+        for step in range(len(times) - 1):
             here, there = times[step], times[step + 1]
             length, last = here - there, self.last if step == len(times) - 2 else "none"
             at = grid[step].expand(len(x))

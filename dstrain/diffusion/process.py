@@ -47,8 +47,16 @@ class _Process:
     def compute_losses_at_drawn_times(
         self: "Process", network: Network, example: Mapping[str, Tensor], t: Tensor | None = None
     ) -> Terms:
-        """Returns the terms of `compute_losses` for a batch. Draws the noise from the samples' keys and, unless t (B,)
-        is given, also the training times.
+        """Returns the terms of `compute_losses` for a batch, at the times and with the noise that
+        `draw_times_and_noise` returns for the same arguments.
+        """
+        return self.compute_losses(network, example["x_start"], *self.draw_times_and_noise(example, t))
+
+    def draw_times_and_noise(
+        self: "Process", example: Mapping[str, Tensor], t: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns training times (B,) and standard normal noise in the shape of x_start (B, C, ...). Draws the noise
+        from the samples' keys and, unless t (B,) is given, also the times.
 
         example  holds `key` int64 (B,) and `x_start`. It may hold `position` and `step`, int64 (B,) each: with
                  `position`, times are spread evenly over any `strata` samples in a row, if the attribute `strata` is
@@ -60,7 +68,7 @@ class _Process:
             if self.strata and "position" in example:
                 uniforms = stratify_uniforms(uniforms, example["position"], example.get("step"), self.strata)
             t = self.draw_times(uniforms)
-        return self.compute_losses(network, x_start, t, rng.normal(key, "noise", tuple(x_start.shape[1:])))
+        return t, rng.normal(key, "noise", tuple(x_start.shape[1:]))
 
 
 class ChainProcess(_Process):

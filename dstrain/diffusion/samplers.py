@@ -177,16 +177,10 @@ class ChainDenoiser:
 
 
 @torch.no_grad()
-def invert_ddim(
-    diffusion: GaussianDiffusion,
-    network: Network,
-    x_start: Tensor,
-    clip_denoised: bool = False,
-    progress: Progress = iter,
-) -> Tensor:
+def invert_ddim(diffusion: GaussianDiffusion, network: Network, x_start: Tensor, clip_denoised: bool = False) -> Tensor:
     """Returns the noise from which `sample_ddim` with eta 0 makes about x_start, by DDIM's steps from data to noise."""
     x = x_start
-    for step in progress(range(diffusion.num_timesteps)):
+    for step in range(diffusion.num_timesteps):
         t = torch.full((len(x),), step, device=x.device)
         _, _, predicted = diffusion.p_mean_variance(network, x, t, clip_denoised)
         direction = diffusion.predict_eps(predicted, x, t)

@@ -105,7 +105,8 @@ def space_timesteps(num_timesteps: int, spec: str | Sequence[int]) -> list[int]:
     ddim.
     """
     if isinstance(spec, str):
-        if not re.fullmatch(r"(ddim\d+|\d+(,\d+)*)?", spec.replace(" ", "")):
+        spec = spec.replace(" ", "")
+        if not re.fullmatch(r"(ddim\d+|\d+(,\d+)*)?", spec):
             raise ConfigError(f"respacing: {spec!r} is neither a number, numbers with commas, nor ddim and a number")
         if spec.startswith("ddim"):
             count = int(spec.removeprefix("ddim"))

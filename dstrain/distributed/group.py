@@ -82,12 +82,11 @@ def barrier() -> None:
         dist.barrier(group=_get_host_group())
 
 
-def leave_process_group(max_wait: float = 60.0) -> None:
+def leave_process_group() -> None:
     """Destroys the process group at the end of a command, once no rank needs the connections any more. Call it on all
     ranks. Does nothing for one rank.
 
-    First waits until all ranks have called it. If a rank dies after that, the others wait at most `max_wait` seconds
-    for it.
+    First waits until all ranks have called it. If a rank dies after that, the others wait at most 60 seconds for it.
     """
     # A barrier alone is not enough: the first rank that leaves it and ends closes connections that another rank may
     # still read from (gloo's issue 155), and when rank 0 ends, the store ends, too. So each rank writes into the store
@@ -96,7 +95,7 @@ def leave_process_group(max_wait: float = 60.0) -> None:
     if world() == 1:
         return
     barrier()
-    store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=max_wait)
+    store, patience = dist.distributed_c10d._get_default_store(), timedelta(seconds=60)
     try:
         for event, waits in (("out", True), ("left", rank() == 0)):
             if store.add(f"dstrain/{event}", 1) == world():

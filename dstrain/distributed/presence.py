@@ -32,19 +32,18 @@ _LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID", "TORCH
 
 
 class Presence:
-    """Watches the other ranks of this launch on this machine, and ends this process after one of them has died.
+    """Watches the other ranks of this launch on this machine, and ends this process after one of them has died."""
 
-    patience: seconds between the death of another rank and the end of this process, which may fail with a better
-    message meanwhile.
-    """
+    # Seconds between the death of another rank and the end of this process, which may fail with a better message
+    # meanwhile.
+    _patience = 20.0
 
-    def __init__(self, patience: float = 20.0):
-        self._patience = patience
+    def __init__(self) -> None:
         self._file: Path | None = None
 
     def announce_and_watch_ranks(self) -> None:
         """Writes the pid of this process into a file, where the other ranks of this machine find it. Starts a thread
-        that ends this process with exit code 1 once another rank of this machine has been dead for `patience` seconds.
+        that ends this process with exit code 1 once another rank of this machine has been dead for 20 seconds.
         Does nothing if the file cannot be made.
         """
         folder = Path(tempfile.gettempdir()) / f"dstrain-{os.getuid()}" / make_launch_folder_name()

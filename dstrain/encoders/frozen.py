@@ -49,8 +49,8 @@ def is_available_offline(path: Any) -> bool:
 @contextmanager
 def reword_loading_errors(kind: str, key: str, path: str, content: str, remedy: str = "") -> Iterator[None]:
     """Turns any exception of its `with` block, which loads a network, into a ConfigError that says what could not be
-    loaded. Raises ConfigError before the block if `path` is neither a folder nor a possible hub name, or if the folder
-    holds an adapter.
+    loaded. Lets a ConfigError of the block pass as it is. Raises ConfigError before the block if `path` is neither a
+    folder nor a possible hub name, or if the folder holds an adapter.
 
     kind     what is loaded, such as "text encoder".
     key      the recipe's key whose value is `path`.
@@ -67,6 +67,8 @@ def reword_loading_errors(kind: str, key: str, path: str, content: str, remedy: 
         )
     try:
         yield
+    except ConfigError:
+        raise  # It names its own key and remedy.
     except Exception as error:  # A damaged or hostile folder makes these libraries raise anything.
         raise ConfigError(
             f"{key}: no {kind} can be loaded from {path!r} ({shorten_error_message(error)}); give a folder with "

@@ -67,7 +67,7 @@ def _load_clip_image_tower(path: str) -> tuple[nn.Module, nn.Module]:
     with reword_loading_errors("CLIP model", "image_encoder", path, "config.json and *.safetensors"):
         config = read_config(path)
         if config.model_type not in kinds:
-            raise ConfigError(f"it is of type {config.model_type}, and only CLIP is known here")
+            raise ValueError(f"it is of type {config.model_type}, and only CLIP is known here")
         model = load_network(kinds[config.model_type], path, config)
         return model.vision_model, model.visual_projection
 
@@ -104,7 +104,9 @@ class VisionTower(Frozen):
         with reword_loading_errors(f"{name} model", key, path, "config.json and *.safetensors"):
             config = read_config(path)
             if not config.model_type.startswith(kinds):
-                raise ConfigError(f"{key} {name}:{folder}: the folder holds a model of type {config.model_type}")
+                raise ConfigError(
+                    f"{key} {name}:{folder}: the folder holds a model of type {config.model_type}; give one of {name}"
+                )
             # In fp32, also where the folder's weights are halves.
             self.model = load_network(AutoModel, path, config, dtype=torch.float32, attn_implementation="sdpa")
         self.eval().requires_grad_(False)

@@ -96,6 +96,21 @@ class Checkpoints:
         self.saver.report_finished_save()
         self.averages.saver.report_finished_save()
 
+    def wait_for_saves(self) -> None:
+        """Waits until the saves of checkpoints and snapshots that still run have ended on all ranks, and reports their
+        results. Call it on all ranks, before they leave the process group: the saves exchange over it.
+        """
+        self.saver.wait_for_save()
+        self.averages.saver.wait_for_save()
+
+    def save_unless_saved(self, step: int, routine: bool) -> None:
+        """Waits for running saves, and then saves a checkpoint of `step`, unless the newest is of this step: it was not
+        due, or its save has failed. See `save`.
+        """
+        self.wait_for_saves()
+        if self.saver.newest != step:
+            self.save(step, last=True, routine=routine)
+
     def close(self) -> None:
         """Waits for saves of checkpoints and snapshots that still run, and reports their results. Does neither while a
         KeyboardInterrupt is being handled.
@@ -216,11 +231,16 @@ class Checkpoints:
         }
         if score is not None:
             extra["metric"] = self.store.metric
+        entries = self._collect_fragments_to_save()
+        # 40 bytes of each stand in the index.
+        need = (1 << 20) + sum(40 + 4 * values.numel() for own in entries.values() for *_, values in own)
+        if self._native:  # DeepSpeed's own files hold masters, two moments and the network's weights
+            need += 16 * sum(flat.numel() for masters in self._engines.masters.values() for flat in masters.flats)
         self.saver.save(
             step,
-            self._collect_fragments_to_save(),
+            entries,
             lambda folder, entries: self._write_rank_files(folder, entries, common),
-            need_bytes=self._estimate_checkpoint_bytes(),
+            need_bytes=need,
             score=score,
             last=last,
             extra=extra,
@@ -285,22 +305,6 @@ class Checkpoints:
 
     def _write_index_files(self, folder: Path) -> Hashes:
         return write_index_files(folder, self._rows, self._engines.collect_weight_shapes)
-
-    def _estimate_checkpoint_bytes(self) -> int:
-        """Returns an upper bound of the number of bytes that this rank will write into a checkpoint."""
-        copies = {
-            part: len(list(self._iterate_flat_tensors_by_kind(part, self._native))) + 4 * self._native
-            for part in self._engines
-        }
-        entry = 40  # bytes in the index
-        total = 1 << 20
-        for part, masters in self._engines.masters.items():
-            total += sum(
-                copies[part] * (4 * view.numel() + entry)
-                for _, view in masters.iterate_fragment_views_to_save(masters.flats)
-            )
-            total += sum(4 * values.numel() + entry for _, values in masters.iterate_frozen_weights_to_save())
-        return total
 
     def _collect_common_tensors_and_counters(self, parts: Collection[str] | None = None) -> validate.Common:
         """Returns what common.safetensors holds: (tensors, counters), for `parts` or, if it is None, for all parts.

@@ -242,12 +242,6 @@ class Engines(Mapping[str, Any]):
         """
         return {part: masters.applied for part, masters in self.masters.items() if part in self._learned}
 
-    def count_skipped_steps(self) -> int:
-        """Returns the number of steps since the run began, resumes included, that were skipped because a gradient was
-        not finite. If the parts differ, returns the largest number.
-        """
-        return max(masters.num_skipped for masters in self.masters.values())
-
     def begin_step(self, lr: float) -> None:
         """Begins a step: sets the learning rate of each weight to `lr` times the factor of its group (optimizer.rates),
         and forgets which parts had a turn.

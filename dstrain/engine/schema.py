@@ -175,7 +175,6 @@ UNSUPPORTED = {
             "autotuning",
             "use_data_before_expert_parallelism",
             "weight_quantization",
-            "sequence_parallel_size",
         ),
         "its systems are trained by data parallelism and ZeRO",
     ),

@@ -17,6 +17,7 @@ Nothing is downloaded: if a file or folder is absent, `open_feature_network` rai
 to get it.
 """
 
+import os
 from pathlib import Path
 
 import torch
@@ -67,7 +68,7 @@ def open_feature_network(network_name: str, device: torch.device | None = None) 
     device = device or group.device()
     if network_name in BUILT_IN:
         return BUILT_IN[network_name](device)
-    path, folder = Path(path).expanduser(), SOURCES[kind].startswith("a folder")
+    path, folder = Path(os.path.expanduser(path)), SOURCES[kind].startswith("a folder")
     if not (path.is_dir() if folder else path.is_file()):
         raise ConfigError(
             f"--features {network_name}: there is no such {'folder' if folder else 'file'}; get "

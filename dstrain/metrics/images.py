@@ -1,5 +1,6 @@
 """Sets of images to measure: folders, zips, arrays in an .npz, and data sources. Each rank reads its share of a set."""
 
+import os
 import zipfile
 import zlib
 from abc import ABC, abstractmethod
@@ -89,7 +90,7 @@ def open_image_set(path: Path, option: str, upright: bool = True) -> Images:
 
     Raises ConfigError, which begins with `option`, if the path cannot be read or holds fewer than two images.
     """
-    path = find_samples_npz(path.expanduser())
+    path = find_samples_npz(Path(os.path.expanduser(path)))
     images = _open_images(path, option, upright)
     if len(images) < 2:
         raise ConfigError(

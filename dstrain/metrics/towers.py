@@ -20,7 +20,7 @@ class Dino(Features):
     name = "dinov2"
 
     def __init__(self, path: Path, device: torch.device) -> None:
-        self.tower = VisionTower(path, "dinov2").to(device)
+        self.tower = VisionTower(path, self.name).to(device)
         self.size, self.fingerprint = self.tower.dim, hash_network({"kind": self.name}, self.tower.state_dict())
 
     @torch.no_grad()
@@ -35,10 +35,6 @@ class VideoMae(Dino):
     """
 
     name, videos = "videomae", True
-
-    def __init__(self, path: Path, device: torch.device) -> None:
-        self.tower = VisionTower(path, "videomae").to(device)
-        self.size, self.fingerprint = self.tower.dim, hash_network({"kind": self.name}, self.tower.state_dict())
 
     def __call__(self, images: Tensor) -> tuple[Tensor, None]:
         places = torch.arange(self.tower.num_frames) * images.shape[1] // self.tower.num_frames

@@ -133,7 +133,7 @@ def compute_balance_factor_and_ratio(
     factor scales the critique's gradient to the length of the reconstruction's; the ratio is the scaled length, divided
     by the reconstruction's. The ratio is about 1 unless the factor was bounded.
 
-    The ratio is 1 unless the factor is bounded. The factor is that of a critique that rises by at least 0.001 along a
+    The factor is that of a critique that rises by at least 0.001 along a
     step whose root mean square is 1, since a flatter critique's gradient may be rounding. Both gradients are those of
     means over values, so that this bound does not depend on the number of values.
 

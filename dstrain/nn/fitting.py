@@ -101,8 +101,7 @@ def require_matching_diffusers_config(
     kind = diffusers_config.get("_class_name")
     if kind not in classes:
         raise ConfigError(
-            f"weights: config.json is of class {kind}, system {system} takes a {classes[0]}, or a "
-            "pipeline that holds one"
+            f"weights: config.json is of class {kind}, system {system} takes {classes[0]}, or a pipeline that holds one"
         )
     for name, value in expected.items():
         loaded = diffusers_config.get(name)

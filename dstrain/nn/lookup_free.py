@@ -149,9 +149,8 @@ class CodeUsage:
 
     def __init__(self, bits: int, decay: float = 0.9) -> None:
         self.decay = decay
-        self.q = torch.cat(
-            [torch.full((1 << size,), 0.5**size) for size in choose_bit_group_sizes(bits)]
-        )  # uniform at first
+        self._uniform = torch.cat([torch.full((1 << size,), 0.5**size) for size in choose_bit_group_sizes(bits)])
+        self.q = self._uniform  # at first; replaced, and never changed in place
 
     def update_shares(self, shares: Tensor) -> None:
         """Updates the moving average `q` of code shares once a step: q = decay * q + (1 - decay) * mean of `shares`
@@ -163,14 +162,13 @@ class CodeUsage:
             mean.isfinite().all(), torch.lerp(mean, self.q.to(mean.device), self.decay), self.q.to(mean.device)
         )
 
-    def compute_cross_entropy(self, shares: Tensor, bits: int) -> Tensor:
+    def compute_cross_entropy(self, shares: Tensor) -> Tensor:
         """Returns each sample's cross-entropy -sum_c p(c) log q(c) in nats, (B,). `shares` (B, codes) is p, the
         sample's own shares of codes; q is the moving average, mixed with 1 % of a uniform distribution to keep log q
-        finite. `bits` is log2 of the codebook's size.
+        finite.
         """
-        self.q = self.q.to(shares.device)
-        uniform = torch.cat([self.q.new_full((1 << size,), 0.5**size) for size in choose_bit_group_sizes(bits)])
-        return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * uniform).log()).sum(1)
+        self.q, self._uniform = self.q.to(shares.device), self._uniform.to(shares.device)
+        return -(shares * ((1 - _UNIFORM) * self.q + _UNIFORM * self._uniform).log()).sum(1)
 
 
 def compute_codebook_bits(codebook_size: int) -> int:

@@ -6,6 +6,7 @@ were fitted to people's judgement; these weights must be on this machine. The pa
 for data like the built-in garments; all its channels count alike (LPIPS without fitted heads).
 """
 
+import os
 import pickle
 import re
 from pathlib import Path
@@ -101,7 +102,7 @@ class Perceptual(PerceptualDistance):
         self.heads = nn.ParameterList(torch.full((channels,), 1.0 / channels) for channels in CHANNELS)
         self.register_buffer("mean", torch.tensor(_MEAN).view(1, 3, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(_STD).view(1, 3, 1, 1), persistent=False)
-        self._load_weights(Path(path).expanduser())
+        self._load_weights(Path(os.path.expanduser(path)))
         self.requires_grad_(False).eval()
 
     def _compute_stage_features(self, x: Tensor) -> list[Tensor]:

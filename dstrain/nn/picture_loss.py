@@ -9,8 +9,8 @@ example: a second pass would cost as much again, and after an update the last mi
 than those before.
 """
 
+import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -83,7 +83,7 @@ def describe_missing_perceptual_weights(judge: Perceptual | None, key: str) -> l
     """
     if judge is None or not judge.weight or judge.path == perceptual.BUILTIN:
         return []
-    if judge.path and Path(judge.path).expanduser().exists():  # pathlib takes "" for the present folder
+    if judge.path and os.path.exists(os.path.expanduser(judge.path)):  # pathlib takes "" for the present folder
         return []
     return [f"{key}.path={format_value(judge.path)}: no weights are there: {perceptual.REMEDY}"]
 

@@ -45,16 +45,16 @@ def make_sincos_frame_positions(dim: int, num_frames: int) -> Tensor:
 
 
 def make_rotary_embedding(
-    sides: Sequence[int], head_dim: int, bases: Sequence[float | None] = (), before: int = 0, after: int = 0
+    sides: Sequence[int], head_dim: int, bases: Sequence[float | None] = (), after: int = 0
 ) -> Tensor:
-    """Returns rotary positions (RoPE, Su et al. 2021) of a grid of N tokens: float32 (1, 2, before + N + after,
-    head_dim), the cosines and the sines of the angles by which `apply_rotary_embedding` turns queries and keys.
+    """Returns rotary positions (RoPE, Su et al. 2021) of a grid of N tokens: float32 (1, 2, N + after, head_dim),
+    the cosines and the sines of the angles by which `apply_rotary_embedding` turns queries and keys.
 
     sides          tokens along each of 1 to 3 axes. Each axis rotates a share of a head's values, in pairs of
                    neighbours.
     bases          one value for each axis: None for positions 0, 1, ..., or a number below which all positions lie, see
                    `base` of `make_sincos_positions`. (): None for all axes.
-    before, after  how many tokens precede and follow the grid; these are not rotated.
+    after          how many tokens follow the grid; these are not rotated.
     """
     share = 2 * (head_dim // (2 * len(sides)))
     widths = (head_dim - share * (len(sides) - 1), *(share,) * (len(sides) - 1))
@@ -67,7 +67,7 @@ def make_rotary_embedding(
         shape = [width if at == len(sides) else count if at == axis else 1 for at in range(len(sides) + 1)]
         parts.append(np.broadcast_to(angles.reshape(shape), (*sides, width)))
     angles = np.concatenate(parts, axis=-1).reshape(-1, head_dim)
-    angles = np.pad(angles, ((before, after), (0, 0)))
+    angles = np.pad(angles, ((0, after), (0, 0)))
     return torch.from_numpy(np.stack((np.cos(angles), np.sin(angles)))[None].astype(np.float32))
 
 

@@ -9,7 +9,6 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from dstrain import systems
@@ -82,7 +81,7 @@ class Case:
             run = run.model_copy(update={"model": {**run.model, "recompute": recompute}})
         if sequence is not None:
             run = run.model_copy(update={"parallel": run.parallel.model_copy(update={"sequence": sequence})})
-        zero = ds_config.setdefault("zero_optimization", {})
+        zero = ds_config["zero_optimization"] = ds_config.get("zero_optimization") or {}
         zero |= {"stage": stage} if stage is not None else {}
         zero |= {name: dict(_TO_HOST) for name in offload}
         return replace(self, run=run, ds_config=ds_config)
@@ -159,27 +158,18 @@ def _iterate_fitting_estimates(case: Case, changes: dict[str, list[Any]]) -> Ite
     for way in itertools.product(*others):
         other = case.copy_with(**dict(way))
         sizes = [{"micro": micro} for micro in changes["micro"]] if "micro" in changes else [{}]
-        if tried := _find_first_fitting_estimate(partial(_estimate_with_micro_batch, other), sizes):
+        if tried := _find_first_fitting_estimate(other, sizes):
             yield tried
 
 
-def _estimate_with_micro_batch(case: Case, size: dict[str, int]) -> Estimate | None:
-    """Returns the estimate of the case with the micro-batch in `size`, {"micro": n}, or with its own if `size` is {}.
-    Returns None if the case cannot be estimated.
-    """
-    return _estimate_or_none(case.copy_with(**size))
-
-
-def _find_first_fitting_estimate(
-    estimate_size: Callable[[dict[str, int]], Estimate | None], sizes: list[dict[str, int]]
-) -> Estimate | None:
-    """Returns the estimate of the first of `sizes` that fits, None if none fits. `estimate_size` returns the
-    estimate of a size, or None. Searches by bisection: later sizes must take less memory.
+def _find_first_fitting_estimate(case: Case, sizes: list[dict[str, int]]) -> Estimate | None:
+    """Returns the estimate of a case with the first of `sizes` that fits, None if none fits. A size is the case's
+    micro-batch, {"micro": n}, or {} for its own. Searches by bisection: later sizes must take less memory.
     """
     fitting, low, high = None, 0, len(sizes) - 1
     middle = high  # The last one is tried first, since most ways fail even with it.
     while low <= high:
-        tried = estimate_size(sizes[middle])
+        tried = _estimate_or_none(case.copy_with(**sizes[middle]))
         if tried and tried.fits:
             fitting, high = tried, middle - 1
         else:

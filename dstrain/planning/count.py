@@ -28,19 +28,18 @@ from dstrain.recipe.trust import list_trusted_packages, trust_system
 T = TypeVar("T")
 
 
-def count_costs(run: Run, settings: dict[str, Any], layout: Layout, device: str = "cuda") -> Counts:
+def count_costs(run: Run, settings: dict[str, Any], layout: Layout) -> Counts:
     """Returns what a step of a checked recipe costs, see Counts. The first call takes longer, since it imports torch
     and DeepSpeed.
 
     settings: DeepSpeed's settings, resolved for layout.world ranks (engine/settings.py)
-    device: "cuda", or "cpu" to count attention as the CPU computes it
 
     Raises ConfigError if the settings ask for ZeRO++'s quantization, which cannot be counted.
     Raises RuntimeError, TypeError or ValueError if the system's code needs the values of tensors, which have none here.
     """
     from dstrain.planning.rank import count_costs_of_rank_0
 
-    return run_in_worker(count_costs_of_rank_0, run, settings, layout, device)
+    return run_in_worker(count_costs_of_rank_0, run, settings, layout)
 
 
 def run_in_worker(work: Callable[..., T], *arguments: Any) -> T:

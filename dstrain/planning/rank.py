@@ -23,7 +23,7 @@ _MAX_FAKE_RANKS = 8
 _MICRO_BATCHES = 3  # A step of more is counted from so many: each further one does what the second does.
 
 
-def count_costs_of_rank_0(run: Run, settings: dict[str, Any], layout: Layout, device: str) -> Counts:
+def count_costs_of_rank_0(run: Run, settings: dict[str, Any], layout: Layout) -> Counts:
     """Returns the costs on rank 0, see count.count_costs. Call it only in the process that count.py starts. Raises
     ConfigError if weights or gradients are quantized.
     """
@@ -34,7 +34,7 @@ def count_costs_of_rank_0(run: Run, settings: dict[str, Any], layout: Layout, de
         count_step_flops(system, run.batch.global_, choose_step_to_measure(run, system), run.train_only) / layout.world
     )
     weights, checkpoint = count_weights_and_checkpoint_bytes(run, system)
-    measured, own = measure_simulated_rank_0_step(run, settings, system, layout.world, device)
+    measured, own = measure_simulated_rank_0_step(run, settings, system, layout.world, "cuda")
     peak = max((measured.passes, measured.update), key=lambda kinds: sum(kinds.values()))
     moved = [
         kind for entry, kinds in OFFLOADED.items() if read_offload_device(settings, entry) != "none" for kind in kinds

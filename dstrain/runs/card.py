@@ -216,7 +216,7 @@ def _shorten_absolute_paths(value: Any) -> Any:
         return type(value)(_shorten_absolute_paths(inner) for inner in value)
     if isinstance(value, (str, Path)):
         kind, path = _KIND_AND_PATH.fullmatch(str(value)).groups()
-        if Path(path).expanduser().is_absolute() and not path.startswith("//"):
+        if os.path.isabs(os.path.expanduser(path)) and not path.startswith("//"):
             return type(value)(kind + str(_keep_last_path_part(path)))
     return value
 

@@ -1,5 +1,5 @@
-"""Opens the frozen first stage of `dstrain encode` (a run, an export of a run, or diffusers' AutoencoderKL), and
-encodes samples with it.
+"""Opens the frozen first stage of `dstrain encode` (a run, an export of a run, or diffusers' AutoencoderKL or
+AutoencoderRAE), and encodes samples with it.
 """
 
 from collections.abc import Callable
@@ -95,7 +95,8 @@ def _open_codec_of_checkpoint(folder: Path, ema: float | None, raw: bool, step: 
 
 
 def open_diffusers_autoencoder(path: str, image_size: int | None, precision: Precision = "fp32") -> FirstStage:
-    """Opens an AutoencoderKL of diffusers on the rank's device. `path` is its folder or its name on the hub.
+    """Opens an AutoencoderKL or AutoencoderRAE of diffusers on the rank's device. `path` is its folder or its name on
+    the hub.
 
     Raises ConfigError if the autoencoder cannot be loaded, or cannot encode pictures of `image_size` pixels a side.
     Does not check the size if `image_size` is None.

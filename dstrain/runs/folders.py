@@ -8,7 +8,8 @@ metrics.jsonl      a line per report                     log.txt          what w
 bad_files.txt      unreadable files, with reasons        wandb/           the tracker's own
 events.jsonl       starts and rollbacks                 report.html      the run's report for people
 earlier_N/         --from-scratch, --step put it here   stop             make this file to stop the run
-index/             the list of samples of large data  .run, .lease-N     whose the folder is, see disk/owner.py
+index/             the list of samples of large data  model/           the weights that track.artifact uploads
+.run, .lease-N     whose the folder is, see disk/owner.py
 """
 
 import errno
@@ -54,7 +55,7 @@ from dstrain.systems import find_config_class
 OF_RUN = (
     *("run.yaml", "ds_config.json", "data.txt", "saved", "metrics.jsonl", "events.jsonl", owner.IDENTITY),
     *("checkpoints", "averages", "reconstructed", "samples", "evaluation", "log.txt", "bad_files.txt", "restarts.log"),
-    *("report.html", "wandb", "wandb_id", "tensorboard", "profile", "stacks", "stop", ANCESTORS),
+    *("report.html", "wandb", "wandb_id", "tensorboard", "model", "profile", "stacks", "stop", ANCESTORS),
 )
 _MARKS = OF_RUN[:7]  # two of them, or one beside checkpoints, are a run's
 _BESIDE = re.compile(  # what may lie beside a run, and stays

@@ -101,13 +101,14 @@ def require_valid_samples(system: System, images: Any, count: int) -> None:
 
 def require_valid_evaluation_terms(system: System, terms: Any, count: int) -> None:
     """Raises ConfigError unless `terms`, the result of System.evaluate, is a dict with at least one term, and each term
-    is a tensor (count,), (count, K) or, except for `loss`, a scalar tensor.
+    is a tensor (count,), (count, K) or, except for `loss`, a scalar tensor. One at least must not be a scalar.
     """
     place = f"system: evaluate of a {type(system).__name__}"
     if not isinstance(terms, dict) or not terms:
         raise ConfigError(f"{place} returns {'no terms' if terms == {} else type(terms).__name__}: return a dict")
+    alone = not any(torch.is_tensor(term) and term.ndim for term in terms.values())
     for name, term in terms.items():
-        if name != "loss" and torch.is_tensor(term) and not term.ndim:
+        if name != "loss" and not alone and torch.is_tensor(term) and not term.ndim:
             continue  # A scalar is no mean over samples, and is left out.
         if not torch.is_tensor(term) or term.shape[:1] != (count,) or term.ndim > 2:
             found = f"the shape {tuple(term.shape)}" if torch.is_tensor(term) else f"the type {type(term).__name__}"

@@ -88,10 +88,11 @@ def count_step_flops(system: System, batch: int, step: int = 0, train_only: Sequ
             ]
             for part, network in networks.items()
         }
+        turns = system.turns(step)  # before `encode`, as in a step
         with torch.no_grad():
             example = copy_batch_to_device(system.encode(copy_batch_to_device(samples, meta)), meta)
         with _Useful() as useful:
-            for part in system.turns(step):
+            for part in turns:
                 for network in networks.values():  # as in a turn: only this part learns
                     network.requires_grad_(False)
                 for weight in learning[part]:

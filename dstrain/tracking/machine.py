@@ -75,7 +75,7 @@ def describe_memory_use() -> str:
     of the process's GPU or, without a GPU, of the machine.
     """
     own = torch.cuda.is_available()
-    held = torch.cuda.memory_allocated() if own else _read_memory_kilobytes().get("VmRSS", 0) * 1000
+    held = torch.cuda.memory_allocated() if own else _read_memory_kibibytes().get("VmRSS", 0) * 1024
     return (
         f"memory: rank {group.rank()} holds {held / 1e9:.2f} GB{' of its GPU' if own else ''}; {describe_free_memory()}"
     )
@@ -88,12 +88,12 @@ def describe_free_memory() -> str:
     if torch.cuda.is_available():
         left, total = torch.cuda.mem_get_info(group.device())
         return f"{left / 1e9:.2f} of the GPU's {total / 1e9:.2f} GB are free"
-    left, total = (_read_memory_kilobytes().get(name, 0) / 1e6 for name in ("MemAvailable", "MemTotal"))
+    left, total = (_read_memory_kibibytes().get(name, 0) * 1024 / 1e9 for name in ("MemAvailable", "MemTotal"))
     return f"{left:.2f} of {total:.2f} GB of this machine are free"
 
 
-def _read_memory_kilobytes() -> dict[str, int]:
-    """Returns {name: kB} about the memory of the machine and of this process, by Linux's names in /proc such as
+def _read_memory_kibibytes() -> dict[str, int]:
+    """Returns {name: KiB} about the memory of the machine and of this process, by Linux's names in /proc such as
     MemTotal and VmRSS. Returns {} on other systems.
     """
     sizes = {}

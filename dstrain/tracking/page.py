@@ -75,7 +75,9 @@ class Page:
         """
         if self._starter is None:
             return True
-        if not select.select([self._starter.stdout], [], [], seconds)[0]:
+        poll = select.poll()  # select.select takes no descriptor above 1023, of which a large world has many
+        poll.register(self._starter.stdout, select.POLLIN)
+        if not poll.poll(1000 * seconds):
             return False
         if self._starter.stdout.read() != b"written":
             self._errors.seek(0)

@@ -93,7 +93,6 @@ def test_the_safetensors_library_opens_our_file(tmp_path, synced):
     }
     with safe_open(path, "pt") as file:
         assert file.metadata()["step"] == "7"
-    assert Shards(tmp_path, "net").metadata == {"step": "7"}
 
 
 def test_we_open_the_safetensors_library_s_file(tmp_path):

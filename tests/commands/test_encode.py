@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from dstrain import rng, systems
 from dstrain.commands.encode import EncodeOptions, encode_data
+from dstrain.commands.encoding.folder import lock_and_prepare_folder
 from dstrain.commands.encoding.plan import plan_encoding
 from dstrain.data.batches import Batches, iterate_held_out
 from dstrain.data.cached import shards
@@ -411,3 +412,10 @@ def test_training_from_latents_is_training_online(tmp_path, vae, images):
                 assert x.keys() == y.keys() and all(torch.equal(x[name], y[name]) for name in x)
                 mirrored += (rng.uniform(a["key"], "flip") < 0.5).tolist()
     assert any(mirrored) and not all(mirrored)
+
+
+def test_others_are_told_what_writes(tmp_path):
+    """Oracle: the lease of a folder while it is encoded, which other machines read: the verb's name."""
+    with lock_and_prepare_folder(tmp_path / "out", "encodes", lambda: None):
+        (lease,) = (tmp_path / "out").glob(".lease-*")
+        assert "encode" in lease.read_text() and "train" not in lease.read_text()

@@ -1,12 +1,13 @@
 """What generate writes and reads: the .npz in pieces, pictures to begin from. Whole commands: tests/launch."""
 
+import os
 import resource
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 
 from dstrain import recipe, systems
 from dstrain.commands.generate import GenerateOptions, generate_samples
@@ -71,6 +72,24 @@ def test_pictures_of_a_folder(tmp_path, pictures):
     album.add_pictures(pictures)
     album.close()
     assert np.array_equal(read_pictures(tmp_path, 3).permute(0, 2, 3, 1).numpy(), pictures)
+
+
+def test_pictures_of_a_folder_that_cannot_be_read(tmp_path, pictures):
+    """Oracle: a ValueError that names the file: of a pipe, at which a command would wait for ever, and of a header with
+    more pixels than the cap. A picture that its EXIF data turn has the size of its neighbours.
+    """
+    Image.new("RGB", (4, 6)).save(tmp_path / "a.jpg")
+    turned = Image.Exif()
+    turned[ExifTags.Base.Orientation] = 6
+    Image.new("RGB", (6, 4)).save(tmp_path / "b.jpg", exif=turned)
+    assert read_pictures(tmp_path, 3).shape == (2, 3, 4, 4)
+    os.mkfifo(tmp_path / "c.png")
+    with pytest.raises(ValueError, match=r"a picture cannot be read, c\.png .*FIFO.*remove or replace it"):
+        read_pictures(tmp_path, 3)
+    (tmp_path / "c.png").unlink()
+    Image.new("1", (30000, 30000)).save(tmp_path / "d.png")
+    with pytest.raises(ValueError, match=r"a picture cannot be read, d\.png .*cap.*remove or replace it"):
+        read_pictures(tmp_path, 3)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK not a zip", b"PK\3\4 cut off", None])

@@ -2,12 +2,18 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from dstrain.commands import keep as keep_module
+from dstrain.commands.keep import _Supervisor
+from dstrain.commands.options.keep import KeepOptions
+from dstrain.recipe import ConfigError, load_recipe
+from dstrain.runs import folders
 from tests.support.launch import ROOT, here, start
 
 # The command: its n-th start saves a step and ends as the n-th line of `plan` says.
@@ -135,8 +141,10 @@ def test_a_folder_that_was_moved_is_not_begun_anew(keep, tmp_path):
 
 
 def test_options_of_one_command_are_not_given_again(keep, tmp_path):
-    """Oracle: the command lines of all starts: --from-scratch, --step N and --profile A:B stand in the first alone."""
-    once = ["--from-scratch", "--profile", "3:5"]
+    """Oracle: the command lines of all starts: --from-scratch, in both spellings, --step N and --profile A:B stand in
+    the first alone.
+    """
+    once = ["--from-scratch", "--from_scratch", "--profile", "3:5"]
     keep(["10 1", "30 0"], *once, "seed=3").wait(120)
     first, second = (line.split()[1:] for line in starts(tmp_path))
     assert first == [*second[:2], *once, "seed=3"] and second[2:] == ["seed=3"]
@@ -157,6 +165,43 @@ def test_what_a_launcher_left_behind_ends_first(keep, tmp_path):
     """Oracle: the clock: a rank whose launcher was killed ends before the next start."""
     assert keep(["10 orphan", "30 0"]).wait(120) == 0
     assert float((tmp_path / "ended").read_text()) < float(starts(tmp_path)[1].split()[0])
+
+
+@pytest.fixture
+def training(tmp_path):
+    """The supervisor of a run in tmp_path/run, in this process, which starts nothing."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.yaml").touch()
+    words = [f"folder={tmp_path / 'run'}", "faults.timeout_minutes=0.05"]
+    return _Supervisor(KeepOptions((sys.executable, "train.py", *words)), load_recipe(None, words))
+
+
+def test_rank_0_elsewhere_may_save_as_long_as_its_timeout(training, tmp_path):
+    """Oracle: the clock: the folder's lock is awaited for 3 seconds, which faults.timeout_minutes says; until a signal
+    at most; and no longer than another process has it.
+    """
+    with folders.lock_folder(tmp_path / "run"):
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="another process trains in it"):
+            training._wait_for_folder_lock()
+        assert 3 <= time.monotonic() - began < 20
+        training._signal = signal.SIGTERM
+        training._wait_for_folder_lock()
+    training._signal = None
+    training._wait_for_folder_lock()
+
+
+def test_a_leftover_rank_that_ends_before_it_is_killed(training, monkeypatch):
+    """Oracle: the pid of a process that has ended: no error, and one line."""
+    ended, lines = subprocess.Popen(["true"]), []
+    ended.wait()
+    faults = training._run.faults.model_copy(update={"timeout_minutes": -1.0})
+    training._run = training._run.model_copy(update={"faults": faults})
+    left = [[ended.pid], [ended.pid], []]
+    monkeypatch.setattr(keep_module, "list_descendant_pids", lambda pid: left.pop(0))
+    monkeypatch.setattr(training, "_print_and_log_line", lines.append)
+    training._end_leftover_ranks()
+    assert lines == ["1 processes of the last start still run and are killed"]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,13 @@ def test_impossible_spacing(spec, words):
         schedule.space_timesteps(10, "fast")
 
 
+def test_blanks_in_a_spacing():
+    """Oracle: the same text without them."""
+    for spec in ("ddim5", "3,2", "4"):
+        blank = f" {spec.replace(',', ' , ')} "
+        assert schedule.space_timesteps(10, blank) == schedule.space_timesteps(10, spec)
+
+
 def test_even_spec():
     """Oracle: 10 timesteps have a stride for 5 and none for 7."""
     assert [

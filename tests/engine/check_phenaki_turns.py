@@ -17,7 +17,7 @@ from dstrain.engine.initial import draw_initial_weights
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered
-from tests.support.engines import engines_for, resolve
+from tests.support.engines import count_skipped_steps, engines_for, resolve
 
 STEPS, START, GLOBAL, SEED, EVERY = 6, 2, 8, 5, 2
 IMAGES_ALONE = (1, 4)
@@ -109,7 +109,7 @@ def trained(form: str, stage: int, micro: int, bf16: bool = False) -> dict:
     for step in range(STEPS):
         take_step(step, run, system, engines, Micros(batch, micro), tracker)
     found |= {part: gathered(masters, masters.flats) for part, masters in engines.masters.items()}
-    return found | {"usage": system.state_dict()["usage"], "losses": seen, "skipped": engines.count_skipped_steps()}
+    return found | {"usage": system.state_dict()["usage"], "losses": seen, "skipped": count_skipped_steps(engines)}
 
 
 def reference(form: str) -> dict:

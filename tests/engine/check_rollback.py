@@ -20,6 +20,7 @@ from dstrain.train import take_step
 from tests.engine import check_systems
 from tests.engine.check_systems import Trial, on_ranks, write
 from tests.support import tokenizers
+from tests.support.engines import count_skipped_steps
 from tests.support.preload import preload
 
 GOOD, MORE, AFTER = 5, 3, 4
@@ -132,7 +133,7 @@ def compare(folder: Path) -> None:
             "applied": all(applied for applied, _ in a),
             "parts": sorted(a[-1][1]),
             "differ": [key for key in expected if not torch.equal(at_end[key], expected[key])],
-            "count": live.engines.count_skipped_steps(),
+            "count": count_skipped_steps(live.engines),
             "seconds": time.process_time() - began,
         }
     write(folder, figures, f"{group.world()}")

@@ -38,7 +38,7 @@ from dstrain.systems.vae import kl
 from dstrain.train import take_step
 from tests.engine.check_engines import gathered
 from tests.support import tokenizers
-from tests.support.engines import engines_for
+from tests.support.engines import count_skipped_steps, engines_for
 from tests.support.launch import ROOT, free_port
 from tests.support.preload import preload
 
@@ -314,7 +314,7 @@ def compared(folder: Path, case: str, trial: Trial, first: int, steps: list[dict
             trial.settings["train_micro_batch_size_per_gpu"],
             trial.settings["gradient_accumulation_steps"],
         ],
-        "skipped": trial.engines.count_skipped_steps(),
+        "skipped": count_skipped_steps(trial.engines),
     }
 
 

@@ -19,7 +19,7 @@ from dstrain.engine.initial import draw_initial_weights
 from dstrain.recipe import Run
 from dstrain.train import take_step
 from tests.engine.check_engines import Micros, furthest, gathered, list_differences_after_resume
-from tests.support.engines import engines_for, resolve
+from tests.support.engines import count_skipped_steps, engines_for, resolve
 
 STEPS, START, GLOBAL, SEED = 8, 3, 8, 5
 SAVED = (2, 5)  # before the discriminator's start, and after
@@ -178,7 +178,7 @@ def measure(case: tuple[int, int], saved: Iterable[int], expected: dict, folder:
         "updates": {part: masters.num_updates for part, masters in trial.engines.masters.items()},
         "applied": [sorted(applied) for applied in trial.applied],
         "all_applied": all(all(applied.values()) for applied in trial.applied),
-        "skipped": trial.engines.count_skipped_steps(),
+        "skipped": count_skipped_steps(trial.engines),
         "figures": sorted(trial.engines.collect_metrics()),
         "resumed": {
             step: list_differences_after_resume(Trial(*case, folder), step, STEPS, trial.state()) for step in saved

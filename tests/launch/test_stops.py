@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dstrain.checkpoint.store import Store
 from tests.support.launch import command, start
-from tests.support.runs import RECIPE, begin, finish, wait_for, wait_for_end
+from tests.support.runs import RECIPE, begin, finish, read_world, wait_for, wait_for_end
 
 SECONDS = 25  # deepspeed and Slurm kill after 30
 DATA = ("every.sample=0", "samples.num_steps=50", "samples.metrics_samples=3000", "batch.micro=4")
@@ -106,6 +107,18 @@ def test_a_stop_while_it_catches_up(tmp_path):
     assert figures[0] == figures[1] and "held_out" in figures[0]
     pictures = [sorted(path.read_bytes() for path in (run / "samples").iterdir()) for run in (folder, whole)]
     assert pictures[0] == pictures[1] and pictures[0]
+
+
+@pytest.mark.slow
+def test_a_stop_while_a_save_is_written(tmp_path):
+    """Oracle: the shards of both ranks, which the checkpoint's own checks find: the threads that write step 20 outlast
+    the stop of the grid, whose ranks would else part before.
+    """
+    folder, place = tmp_path / "run", "dstrain.engine.checkpoint:Checkpoints._write_rank_files:1:5"
+    process, log = begin_slowly(folder, place, *training(folder, "every.save=20", *GRID), num=2)
+    os.kill(int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[-1]), signal.SIGUSR1)
+    assert_stopped(process, log, folder, 20)
+    assert read_world(folder) == 2 and Store(folder / "checkpoints").find_newest_checkpoint(pytest.fail)[0] == 20
 
 
 # Name: where it takes longer than the limit, pieces or the whole (as in PHASES); the recipe; whether that is a hang.

@@ -198,7 +198,9 @@ def test_towers(tmp_path):
     torch.testing.assert_close(open_feature_network(f"dinov2:{tmp_path / 'dino'}")(batch)[0], expected)
     clips = batch[:, None].expand(-1, 9, -1, -1, -1)
     torch.testing.assert_close(open_feature_network(f"videomae:{tmp_path / 'video'}")(clips)[0], moving)
-    with pytest.raises(ConfigError, match="holds a model of type videomae"):
+    with pytest.raises(
+        ConfigError, match=r"^--features dinov2:\S+: the folder holds a model of type videomae; give one of dinov2$"
+    ):
         open_feature_network(f"dinov2:{tmp_path / 'video'}")
 
     towers.clip(tmp_path / "clip")

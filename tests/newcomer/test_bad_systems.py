@@ -116,6 +116,7 @@ BROKEN = {
         EVALUATE[15:-1].replace("self", "return self"),
         "returns Tensor: return a dict",
     ),
+    "evaluation of scalars alone": (EVALUATE, 'return {"mean": example["x_start"].mean()}', "the shape ()"),
     "evaluation of numbers": (EVALUATE, 'return {"loss": 3.0}', 'terms["loss"] has the type float'),
     "evaluation that knows the step": (EVALUATE, 'return {"loss": example["step"] * 1.0}', KeyError),
     "evaluation under another name": (EVALUATE, EVALUATE.replace('"loss"', '"mse"'), "by which save.best=true chooses"),

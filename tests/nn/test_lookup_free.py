@@ -100,11 +100,11 @@ def test_diversity_has_the_gradient_of_the_entropy_of_the_mean(monkeypatch):
     expected = torch.autograd.grad(torch.special.entr(shares.mean(0)).sum(), z, retain_graph=True)[0]
     usage = CodeUsage(4, decay=0.0)
     usage.update_shares(shares.detach())
-    diversity = usage.compute_cross_entropy(shares, 4)
+    diversity = usage.compute_cross_entropy(shares)
     torch.testing.assert_close(torch.autograd.grad(diversity.mean(), z, retain_graph=True)[0], expected)
     torch.testing.assert_close(diversity.mean(), torch.special.entr(shares.mean(0)).sum())
     # However the batch is split, the mean over samples is the same.
-    halves = [usage.compute_cross_entropy(half, 4).mean() for half in shares.chunk(2)]
+    halves = [usage.compute_cross_entropy(half).mean() for half in shares.chunk(2)]
     torch.testing.assert_close(sum(halves) / 2, diversity.mean())
 
 
@@ -119,7 +119,7 @@ def test_usage():
     assert torch.equal(usage.q, before)
     never = CodeUsage(1, decay=0.0)
     never.update_shares(torch.tensor([[1.0, 0.0]]))
-    assert bool(never.compute_cross_entropy(torch.tensor([[0.5, 0.5]]), 1).isfinite())
+    assert bool(never.compute_cross_entropy(torch.tensor([[0.5, 0.5]])).isfinite())
 
 
 def test_diversity_spreads_codes():
@@ -133,7 +133,7 @@ def test_diversity_spreads_codes():
     assert len(quantizer.encode(x).unique()) == 1
     for _ in range(200):
         found = quantizer(x, weight)
-        loss = found.entropy - usage.compute_cross_entropy(found.shares, 4) + 0.1 * found.commitment
+        loss = found.entropy - usage.compute_cross_entropy(found.shares) + 0.1 * found.commitment
         optimizer.zero_grad()
         loss.mean().backward()
         optimizer.step()

@@ -116,6 +116,13 @@ def test_the_smallest_change(case):
     assert len(find_changed_choices(tight.estimate_costs(), change)) == 1
 
 
+def test_an_empty_section_is_none(case):
+    """Oracle: the DeepSpeed config without it: `"zero_optimization": null` is advised like it."""
+    plain = {name: value for name, value in case.ds_config.items() if name != "zero_optimization"}
+    null, absent = (replace(case, ds_config=config) for config in (plain | {"zero_optimization": None}, plain))
+    assert null.copy_with(stage=3).ds_config == absent.copy_with(stage=3).ds_config
+
+
 def test_what_computes_least(case):
     """Oracle: each single change, counted anew: where no chip is named, advice is the one of those that fit which puts
     least on the host and computes least again; and the network of no chip is refused.

@@ -29,4 +29,5 @@ def test_no_path_of_this_machine_is_published():
     assert [source.path for source in hidden.data.mixture] == ["cats", "hf://datasets/dogs"]
     assert hidden.samples.features == ("inception:inception.pt",) and hidden.samples.reference == "statistics.npz"
     assert (hidden.data.cache.folder, hidden.folder, hidden.init_from) == ("cache", None, None)
+    assert _remove_local_paths(recipe.load_recipe(None, ["track.notes='~10 % less'"])).track.notes == "~10 % less"
     assert hidden.model == run.model and hidden.optimizer == run.optimizer

@@ -126,6 +126,7 @@ LINKS = [
     "wandb",
     "evaluation",
     "index",
+    "model",
     "run.yaml",
 ]
 

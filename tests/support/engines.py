@@ -12,6 +12,11 @@ from dstrain.engine.settings import resolve_deepspeed_settings
 from dstrain.recipe import Run
 
 
+def count_skipped_steps(engines: Engines) -> int:
+    """Returns the number of steps that were skipped because a gradient was not finite: of the part with most."""
+    return max(masters.num_skipped for masters in engines.masters.values())
+
+
 def resolve(
     ds_config: Path | dict[str, Any], run: Run, world: int, device_type: str, before: dict[str, Any] | None = None
 ) -> dict[str, Any]:

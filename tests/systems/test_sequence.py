@@ -118,7 +118,8 @@ def call_maskgit(network: nn.Module) -> list[Tensor]:
     if isinstance(network, TokenCritic):
         return [network(tokens, **told).double()]
     masked, weights = torch.rand(2, *GRID, generator=draw) < 0.5, torch.tensor([0.1, 0.2], dtype=torch.float64)
-    passed = network(tokens, masked, weights, judged=tokens.flip(0), **told)
+    uniforms = torch.rand(2, tokens[0].numel(), generator=draw)
+    passed = network(tokens, masked, weights, uniforms=uniforms, **told)
     return [passed.total, passed.critic.double()]
 
 

@@ -48,8 +48,8 @@ def test_the_commit_of_the_code_that_runs(tmp_path, name):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tells the GPU's memory there")
 def test_memory():
-    """Oracle: the kernel's own figures of this process and machine, in kB, and their order."""
+    """Oracle: the kernel's own figures of this process and machine, in units of 1024 bytes, and their order."""
     held, free, total = map(float, re.findall(r"\d+\.\d\d", machine.describe_memory_use()))
     with open("/proc/meminfo", encoding="utf-8") as file:
-        assert total == pytest.approx(int(file.readline().split()[1]) / 1e6, abs=0.01)
+        assert total == pytest.approx(int(file.readline().split()[1]) * 1024 / 1e9, abs=0.01)
     assert 0.05 < held < total and 0 < free < total

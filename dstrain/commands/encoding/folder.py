@@ -36,7 +36,8 @@ def lock_and_prepare_folder(
     with ExitStack() as locks:
         if first:
             with explain_write_errors(f"--out {out}", "name a folder that can be written"):
-                whole = locks.enter_context(folders.lock_folder(out, busy_message=busy))
+                doing = verb.removesuffix("s")
+                whole = locks.enter_context(folders.lock_folder(out, busy_message=busy, verb=doing))
         try:
             if first:
                 problem = prepare()

@@ -10,8 +10,6 @@ from dstrain.commands.options.command import Command, make_option_field, make_wo
 from dstrain.commands.options.train import TrainOptions
 from dstrain.recipe import ConfigError
 
-_MODULE = "dstrain.commands.train"
-
 
 @dataclass(frozen=True)
 class KeepOptions(Command):
@@ -54,12 +52,12 @@ class KeepOptions(Command):
 
 
 def find_training_arguments(command: Sequence[str]) -> list[str]:
-    """Returns the words of a command line that are options of training: those after train.py, `dstrain train`, or the
-    module. Raises ConfigError if the command does not train.
+    """Returns the words of a command line that are options of training: those after train.py or
+    `dstrain train`. Raises ConfigError if the command does not train.
     """
     names = [Path(word).name for word in command]
     for place, name in enumerate(names):
-        if name in ("train.py", _MODULE) or (name == "train" and "dstrain" in names[:place]):
+        if name == "train.py" or (name == "train" and "dstrain" in names[:place]):
             return list(command[place + 1 :])
     raise ConfigError(
         "write the command behind --, for example: dstrain keep -- deepspeed --module dstrain train; --help shows more"

@@ -14,6 +14,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,16 +45,8 @@ def read_image(path: str | Path, image_size: int, channels: int = 3, draft: bool
     Raises ConfigError if the path is no file, or if the header gives more pixels than PIXEL_CAP; OSError if the storage
     keeps failing; any error of Pillow for a broken file.
     """
-    return retry(lambda: decode_image(path, image_size, channels, draft))
-
-
-def decode_image(file: str | Path | BinaryIO, image_size: int, channels: int = 3, draft: bool = False) -> Tensor:
-    """Decodes and centre-crops an image as `read_image` does, but does not try again. `file` may also be an open
-    file.
-    """
-    return to_tensor(
-        crop_center(decode_uncropped_image(file, channels, (image_size, image_size) if draft else None), image_size)
-    )
+    least = (image_size, image_size) if draft else None
+    return to_tensor(crop_center(retry(lambda: decode_uncropped_image(path, channels, least)), image_size))
 
 
 def decode_uncropped_image(
@@ -209,8 +202,6 @@ def crop_center(image: Image.Image, width: int, height: int | None = None) -> Im
     if image.height > 1.75 * image.width:
         image = image.resize((wide, high), Image.Resampling.BICUBIC)
         return image.crop((x, y, x + width, y + height))
-    # Pillow resizes columns first, then rows, and rounds to 8 bits in between. So two calls, with a crop between them,
-    # give the same bits. Recent versions take rows first if an image is more than twice as high as wide (see above).
     image = _resize_width_of_needed_rows(image, wide, high, y, height)
     image = image.crop((x, 0, x + width, image.height))
     image = image.resize((width, high), Image.Resampling.BICUBIC)
@@ -265,13 +256,16 @@ def read_pictures(path: Path, channels: int) -> Tensor:
         files = [path / name for name in sorted(walk_files(path, "", SUFFIXES))]
         if not files:
             raise ConfigError(f"{path} holds no pictures ({', '.join(SUFFIXES)}): name another")
-        try:
-            sizes = {file: Image.open(file, formats=FORMATS).size for file in files}
-            if len(set(sizes.values())) != 1:
-                raise ConfigError(f"{path} holds pictures of {len(set(sizes.values()))} sizes; give one size only")
-            return torch.stack([read_image(file, min(sizes[file]), channels) for file in files])
-        except OSError as error:
-            raise ConfigError(f"{path}: a picture cannot be read ({error}); remove or replace it") from None
+        images = []
+        for file in files:
+            try:
+                images.append(retry(partial(decode_uncropped_image, file, channels)))
+            except Exception as error:  # Pillow raises anything for a broken file
+                reason = f"{path}: a picture cannot be read, {file.name} ({error})"
+                raise ConfigError(f"{reason}; remove or replace it") from None
+        if len(sizes := {image.size for image in images}) != 1:
+            raise ConfigError(f"{path} holds pictures of {len(sizes)} sizes; give one size only")
+        return torch.stack([to_tensor(crop_center(image, min(image.size))) for image in images])
     array = read_samples_npz(path)
     if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] not in (1, 3) or not len(array):
         raise ConfigError(f"{path}: arr_0 is {array.dtype} {array.shape}, and pictures are uint8 (N, H, W, 1 or 3)")

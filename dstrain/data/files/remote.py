@@ -170,8 +170,8 @@ class RemoteFiles(Files):
         if not size:
             return b""
         first, last = 0, whole
-        fits = sum(stat.size for stat in self._stats.values()) <= _CACHED * self.cache.limit
-        if not fits and not self.cache.has_entry(self._make_cache_key(name, 0, whole)):
+        is_cached = self.cache.has_entry(self._make_cache_key(name, 0, whole))
+        if not is_cached and sum(stat.size for stat in self._stats.values()) > _CACHED * self.cache.limit:
             first, last = offset, offset + size
         with self._open_cached_byte_range(name, first, last) as file:
             return os.pread(file.fileno(), size, offset - first)

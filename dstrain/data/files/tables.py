@@ -12,6 +12,7 @@ import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from dstrain.data.files.local import Files
@@ -275,14 +276,20 @@ class _Jsonl(Table):
             yield number, row
 
 
+@lru_cache(1)  # each row group asks for its columns several times, and the footer grows with their number
+def open_parquet_file(files: Files, name: str, display_name: str) -> Any:
+    """Opens a parquet file as a ParquetFile, and keeps the last one open."""
+    from dstrain.data.files.arrow import ParquetFile
+
+    return ParquetFile(files, name, display_name)
+
+
 class _Parquet(Table):
     noun = "row"
 
     def _open_file(self) -> Any:
         """Opens the table as a ParquetFile."""
-        from dstrain.data.files.arrow import ParquetFile
-
-        return ParquetFile(self.files, self.name, self.where)
+        return open_parquet_file(self.files, self.name, self.where)
 
     def list_columns(self) -> list[str]:
         return list(self._open_file().schema.names)

@@ -22,7 +22,7 @@ from typing import Any
 
 from dstrain.data.files.listing import convert_oserror_to_config_error, join_first, walk_files
 from dstrain.data.files.local import Files, LocalFiles
-from dstrain.data.files.tables import match_column_names
+from dstrain.data.files.tables import match_column_names, open_parquet_file
 from dstrain.data.formats.base import Layout, Place, Request, Sample, walk_some_files
 from dstrain.data.formats.shards import refuse_or_record_missing_shards
 from dstrain.data.formats.splits import SPLIT_COLUMNS, SPLITS, find_split_in_path
@@ -154,7 +154,7 @@ class Tables(Layout):
                 f"{self._describe_file(file_name)} has {own.describe()}, and {self._list_chosen_split_files()[0]} "
                 f"{first.describe()}: write it anew with the same columns, or take it away"
             )
-        names, unknown = own.classes, [name for name in own.classes if name not in set(first.classes)]
+        names, unknown = own.classes, set(own.classes) - set(first.classes)
         if unknown or bool(names) != bool(first.classes) or (names != first.classes and len(set(names)) < len(names)):
             raise ConfigError(
                 f"{self._describe_file(file_name)} names its labels {join_first(names) or 'not at all'}, and "
@@ -399,11 +399,12 @@ class ParquetTables(Tables):
         from dstrain.data.files.arrow import can_hold_bytes
         from dstrain.data.formats.columns import find_image_columns
 
-        schemas = [_open_parquet_file(files, name, f"{request.key}={root}: {name}").schema for name in names]
+        schemas = (open_parquet_file(files, name, f"{request.key}={root}: {name}").schema for name in names)
         if "image" in request.columns or any(find_image_columns(schema, request) for schema in schemas):
             return True
         is_file = root.lower().endswith(cls.suffix) and "path" not in request.columns
-        return is_file and any(can_hold_bytes(field.type) for field in schemas[0])
+        first = open_parquet_file(files, names[0], f"{request.key}={root}: {names[0]}")
+        return is_file and any(can_hold_bytes(field.type) for field in first.schema)
 
     def compose_data_advice(self) -> str:
         remarks, file = [super().compose_data_advice()], self._open_table_file(self.list_partitions()[0])
@@ -447,7 +448,7 @@ class ParquetTables(Tables):
             return self._extract_image_or_path(read_value(column, row))
 
     def _open_table_file(self, name: str) -> Any:
-        return _open_parquet_file(self.files, name, self._describe_file(name))
+        return open_parquet_file(self.files, name, self._describe_file(name))
 
 
 def iterate_file_names_by_suffix(files: Files, *suffixes: str, folder: str = "") -> Iterator[str]:
@@ -476,12 +477,6 @@ def _open_arrow_file(files: Files, name: str, display_name: str) -> Any:
     return ArrowFile(files.fetch_local_path(name), display_name)
 
 
-def _open_parquet_file(files: Files, name: str, display_name: str) -> Any:
-    from dstrain.data.files.arrow import ParquetFile
-
-    return ParquetFile(files, name, display_name)
-
-
 @lru_cache(1)
 def _read_row_group_column(files: Files, name: str, display_name: str, row_group: int, column: str) -> Any:
     """Returns one column of a parquet row group as a ChunkedArray, and caches the last result. Raises ConfigError if
@@ -492,7 +487,7 @@ def _read_row_group_column(files: Files, name: str, display_name: str, row_group
     from dstrain.data.files.arrow import MAX_GROUP
 
     batches, size = [], 0
-    for batch in _open_parquet_file(files, name, display_name).iterate_batches(row_group, [column]):
+    for batch in open_parquet_file(files, name, display_name).iterate_batches(row_group, [column]):
         batches.append(batch.column(0))
         size += batch.nbytes
         if size > MAX_GROUP:

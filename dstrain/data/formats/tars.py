@@ -11,6 +11,7 @@ members are read; links, devices and sparse files are left out, and counted, as 
 Two members with one name are refused. Tar files that were joined by `cat` are read one after the other.
 """
 
+import os
 import tarfile
 from collections import Counter
 from collections.abc import Iterator
@@ -319,7 +320,7 @@ def _has_several_paths(root: str) -> bool:
     """Returns whether data.path stands for several files: as a pattern with braces, or as addresses with spaces between
     them.
     """
-    return "{" in root or ("://" in root and " " in root)
+    return ("{" in root and not os.path.exists(root)) or ("://" in root and " " in root)
 
 
 def _has_tar_suffix(name: str) -> bool:

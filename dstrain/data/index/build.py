@@ -2,7 +2,6 @@
 
     FOLDER/KEY/            the index; KEY is a hash of the data's path and of what a command asks of them
     FOLDER/KEY.building/   what is listed so far, with journal.jsonl: after an interruption it goes on from there
-    FOLDER/KEY.unpacked/   what a layout has unpacked, since it can only be read from its beginning
     FOLDER/KEY.lock        one command at a time lists
 
 FOLDER is data.index, else `index` in the folder of the run, or the user's cache (always for `dstrain index`).
@@ -306,7 +305,8 @@ def _make_index_on_disk(layout: Layout, folder: Path) -> Index:
         columns, done = Columns(building, classes=layout.classes), 0
     _add_samples_of_partitions(layout, columns, pieces, done, journal)
     layout.check_after_listing()
-    more = [name for name in _choose_files_to_watch(layout) if name not in set(watch_list)]  # folders met while listing
+    known = set(watch_list)
+    more = [name for name in _choose_files_to_watch(layout) if name not in known]  # folders met while listing
     get_phases().enter_phase(f"writing the index of {layout.root}")
     columns.make_index(layout)
     atomic.write_file(

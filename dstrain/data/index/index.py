@@ -273,9 +273,6 @@ class Index:
             return self.__dict__
         return {"folder": self.folder, "identity": self._join_column_hashes()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-
     def __getattr__(self, name: str) -> Any:
         """Opens an unpickled index at the first use of an attribute, and returns the attribute. Raises ConfigError if
         there is no index at its path, or another one.

@@ -50,12 +50,12 @@ class Indexed(Source):
         self.where, self.check = f"{layout.request.key}={layout.root}", _compose_index_check_command(layout)
         self.classes, self._renumbered = index.classes, None
         if classes and index.classes:
-            if unknown := [name for name in index.classes if name not in set(classes)]:
+            places = {name: place for place, name in enumerate(classes)}
+            if unknown := [name for name in index.classes if name not in places]:
                 raise ConfigError(
                     f"{key}={self.path}: class folders {join_first(unknown)} are not among the classes of the "
                     f"training data ({join_first(classes)}): rename or remove them"
                 )
-            places = {name: place for place, name in enumerate(classes)}
             self.classes = classes
             if classes != index.classes:
                 self._renumbered = np.array([places[name] for name in index.classes], np.int32)

@@ -171,7 +171,7 @@ class DiT(nn.Module):
         if sines:
             # .float(), since zero.Init would create it in the compute dtype.
             self.register_buffer("pos_embed", torch.empty(1, self.grid**2, hidden_size).float())
-        self._positions: dict[tuple[int, int], Tensor] = {}  # of other grids; few, since a run has few sizes
+        self._positions: dict[tuple[int, ...], Tensor] = {}  # of other grids, of times; few, since a run has few sizes
         self._rotations: dict[tuple[tuple[int, ...], int, int], Tensor] = {}
         self.reset_parameters()
 
@@ -290,7 +290,7 @@ class DiT(nn.Module):
     def get_position_embeddings(self, grid: tuple[int, ...]) -> Tensor:
         """Returns the embeddings of the positions in a grid of patches, (1, N, D): the table pos_embed if the grid has
         the network's own rows and columns, else sines of the positions, computed once for each grid. For clips adds
-        embeddings of the times.
+        embeddings of the times, computed once for each number of them: a copy to the device would wait for it.
         """
         *times, high, wide = grid
         positions = self.pos_embed
@@ -301,8 +301,10 @@ class DiT(nn.Module):
                 )
             positions = self._positions[high, wide]
         for count in times:
-            of_times = make_sincos_frame_positions(positions.shape[-1], count).to(positions.device)
-            positions = (of_times[:, None] + positions).flatten(0, 1)[None]
+            if (count,) not in self._positions:
+                of_times = make_sincos_frame_positions(positions.shape[-1], count)
+                self._positions[(count,)] = of_times.to(positions.device)
+            positions = (self._positions[(count,)][:, None] + positions).flatten(0, 1)[None]
         return positions
 
     def compute_sincos_position_embeddings(self, rows: int, columns: int) -> Tensor:

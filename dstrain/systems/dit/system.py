@@ -55,12 +55,9 @@ class DiTSystem(System):
         self.network_conditions = config.make_conditions(self.texts)
         self.first_stage = None
         if config.first_stage:
+            scale = config.get_latent_scale_and_shift()
             self.first_stage = load_first_stage(
-                config.first_stage,
-                config.codes,
-                config.in_channels,
-                config.image_size,
-                config.get_latent_scale_and_shift(),
+                config.first_stage, config.codes, config.in_channels, config.image_size, scale
             )
         self.alignment = Alignment(config.align) if config.align else None
         self.generates = config.codes is None or self.first_stage is not None
@@ -100,7 +97,9 @@ class DiTSystem(System):
                 "encode them with dstrain encode and the same first stage"
             )
         elif self.config.video:
-            example["x_start"] = self._encode_clips(batch["video"], batch["key"])
+            # A step of short clips encodes no frame that it throws away. Held-out clips have no step, and stay whole.
+            video = batch["video"][:, : self._end] if "step" in batch else batch["video"]
+            example["x_start"] = self._encode_clips(video, batch["key"])
         else:
             pixels = batch["image"].float() / 127.5 - 1
             example["x_start"] = self.first_stage.encode(pixels, batch["key"]) if self.first_stage else pixels
@@ -187,9 +186,10 @@ class DiTSystem(System):
             tapped.update(out)
             return tapped["out"]
 
-        terms = self.process.compute_losses_at_drawn_times(call_denoiser, example)
+        t, noise = self.process.draw_times_and_noise(example)
+        terms = self.process.compute_losses(call_denoiser, x_start, t, noise)
         if internal := self.config.internal:  # the second head's, of the same forward pass
-            base = self.process.compute_losses_at_drawn_times(lambda x_t, t: tapped["base"], example)["loss"]
+            base = self.process.compute_losses(lambda x_t, t: tapped["base"], x_start, t, noise)["loss"]
             terms |= {"loss": terms["loss"] + internal.weight * base, "base": base.detach()}
         if alignment:
             align = alignment.compute_loss(tapped, example, grid, options.get("keep"))

@@ -100,10 +100,9 @@ class IDDPMSystem(System):
 
     def observe(self, terms: Terms) -> None:
         """Adds the losses of a step to the history of the timestep sampler, which draws timesteps with large losses
-        more often. Losses that are not finite are given timestep -1, which the sampler ignores.
+        more often. The sampler ignores losses that are not finite.
         """
-        losses = terms["loss_seen"]
-        self.timesteps.observe(torch.where(losses.isfinite(), terms["timestep"], -1), losses)
+        self.timesteps.observe(terms["timestep"], terms["loss_seen"])
 
     @torch.no_grad()
     def evaluate(self, nets: Nets, example: Example) -> Terms:

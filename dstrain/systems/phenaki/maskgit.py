@@ -60,7 +60,6 @@ class MaskGit(nn.Module):
         dropped: Tensor | None = None,
         uniforms: Tensor | None = None,
         temperature: float = 1.0,
-        judged: Tensor | None = None,
         **text: Tensor,
     ) -> MaskGitOutput:
         """Masks the tokens where `masked`, bool (B, t, h, w), is True, predicts them, and compares them with the true
@@ -68,23 +67,13 @@ class MaskGit(nn.Module):
 
         weights              (B,), the weight in the total loss of each masked token of a sample.
         real, dropped, text  see Trunk.forward.
-        uniforms             (B, N) in [0, 1), by which ids of the masked tokens are drawn at `temperature`; None: none
-                             are drawn, and MaskGitOutput.filled has the true ids.
-        judged               int64 (B, t, h, w), tokens that the self critic judges in the same pass; None: it judges
-                             none.
+        uniforms             (B, N) in [0, 1), by which ids of the masked tokens are drawn at `temperature`, and judged
+                             by the self critic, if there is one; None: none are drawn, and MaskGitOutput.filled has
+                             the true ids.
         """
         pending = Pending(masked)
         seen = torch.where(masked, self.mask_token, tokens)
-        if judged is not None:  # in the same call, since an engine hooks the outputs of one call
-            states, of_judged = self.trunk(
-                torch.cat((seen, judged)),
-                _append_batch_to_itself(real),
-                _append_batch_to_itself(dropped),
-                **_append_texts_to_themselves(text),
-            ).chunk(2)
-            critic = self.to_critic(of_judged)[..., 0].float()
-        else:
-            states, critic = self.trunk(seen, real, dropped, **text), None
+        states, critic = self.trunk(seen, real, dropped, **text), None
         places = pending.wait_for_masked_indices()  # (M,)
         of_masked = self.to_logits(
             states.flatten(0, 3)[places],
@@ -94,6 +83,9 @@ class MaskGit(nn.Module):
             weights[places // tokens[0].numel()],
         )
         filled = tokens.flatten().scatter(0, places, of_masked.ids).view_as(tokens)
+        if self.to_critic is not None and uniforms is not None:
+            # In the same call, since an engine hooks the outputs of one call.
+            critic = self.compute_critic_logits(filled, real, text, dropped)
 
         # scatter writes each place once, so that no order of summation decides the last bits.
         def sum_by_sample(values):
@@ -136,11 +128,13 @@ class MaskGit(nn.Module):
         spread = certainty.new_zeros(tokens.numel()).scatter(0, places, certainty)
         return tokens.flatten().scatter(0, places, ids).view_as(tokens), spread.view(tokens.shape)
 
-    def compute_critic_logits(self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor]) -> Tensor:
+    def compute_critic_logits(
+        self, tokens: Tensor, real: Tensor | None, text: dict[str, Tensor], dropped: Tensor | None = None
+    ) -> Tensor:
         """Returns the self critic's logits, float32 (B, t, h, w), for tokens int64 (B, t, h, w). A high logit marks a
         token that was probably drawn, not given; with critic_labels=replaced, a token that is probably wrong.
         """
-        return self.to_critic(self.trunk(tokens, real, None, **text))[..., 0].float()
+        return self.to_critic(self.trunk(tokens, real, dropped, **text))[..., 0].float()
 
 
 class TokenCritic(nn.Module):

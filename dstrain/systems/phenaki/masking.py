@@ -13,8 +13,8 @@ MEAN_RATIO = 2 / math.pi
 
 
 def compute_masked_share(uniform: Tensor) -> Tensor:
-    """Returns the share of tokens that are masked, cos(pi / 2 * uniform): (B,) -> float64 (B,). It falls from 1 at 0 to
-    at u = 1.
+    """Returns the share of tokens that are masked, cos(pi / 2 * uniform): (B,) -> float64 (B,). It falls from 1 at
+    0 to 0 at 1.
     """
     return torch.cos(uniform.double() * (math.pi / 2))
 

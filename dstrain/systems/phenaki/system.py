@@ -173,7 +173,7 @@ class PhenakiSystem(System):
         self._cut_clips_to_kept_frames(example)
         passed, terms = self._run_maskgit(nets, example, self._draw_text_drop_mask(example))
         loss = passed.total
-        if self.config.critic == "token":
+        if self.config.critic is not None:
             example["filled"] = passed.filled
         if passed.critic is not None:
             judged, weight = self._compute_critic_terms(passed.critic, example), self.config.critic_loss_weight
@@ -207,9 +207,8 @@ class PhenakiSystem(System):
         passed, terms = self._run_maskgit(nets, example, None)
         if self.config.critic is None or self.config.train == "maskgit":  # no ids were drawn for a critic
             return terms
-        logits = passed.critic
+        logits, example["filled"] = passed.critic, passed.filled
         if "critic" in self.parts:
-            example["filled"] = passed.filled
             logits = self._run_critic(nets["critic"], example, None)
         judged = self._compute_critic_terms(logits, example)
         if self.config.train == "critic":
@@ -224,8 +223,7 @@ class PhenakiSystem(System):
 
     def _run_maskgit(self, nets: Nets, example: Example, dropped: Tensor | None) -> tuple[MaskGitOutput, Terms]:
         """Runs MaskGit on clips with masked tokens. Returns its MaskGitOutput, and the terms of each sample, (B,) each.
-        `dropped`, bool (B,), is True for samples whose text is replaced by the null text; None: for none. For a self
-        critic the ids of masked tokens are drawn first, and stored in the example.
+        `dropped`, bool (B,), is True for samples whose text is replaced by the null text; None: for none.
         """
         masked, total = self._get_or_draw_token_mask(example), self._count_maskable_tokens(example)
         weights = 1 / (masking.MEAN_RATIO * total)  # (B,)
@@ -236,10 +234,6 @@ class PhenakiSystem(System):
                 "uniforms": rng.uniform(example["key"], "filled", (example["tokens"][0].numel(),)),
                 "temperature": self.config.critic_train_sample_temperature,
             }
-        if self.config.critic == "self":
-            with torch.no_grad():
-                example["filled"] = nets["maskgit"](example["tokens"], masked, weights, **conditions, **drawn).filled
-            drawn = {"judged": example["filled"]}
         passed = nets["maskgit"](example["tokens"], masked, weights / len(weights), **conditions, **drawn)
         count = masked.flatten(1).sum(1)
         return passed, {

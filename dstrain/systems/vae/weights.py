@@ -6,10 +6,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from dstrain.nn.fitting import Remedies, collect_weight_shapes, require_matching_shapes
+from dstrain.nn.fitting import (
+    Remedies,
+    collect_weight_shapes,
+    require_matching_diffusers_config,
+    require_matching_shapes,
+)
 from dstrain.recipe import ConfigError
 
-_CLASS = "AutoencoderKL"
 _PART = "vae."  # prefix in a DALL-E checkpoint, whose other entries are the transformer's
 
 # Layers of attention in older files of diffusers, such as Stable Diffusion's, and their names of today.
@@ -64,16 +68,7 @@ def require_same_config(diffusers_config: Mapping[str, Any], network_config: Map
     and has the norm_num_groups and act_fn of `network_config`. For an empty network_config (a discrete VAE) only the
     class is checked.
     """
-    if diffusers_config.get("_class_name") != _CLASS:
-        raise ConfigError(
-            f"weights: config.json is of class {diffusers_config.get('_class_name')}, system vae takes an {_CLASS}"
-        )
-    for name, default, remedy in (
-        ("norm_num_groups", 32, "set model.kl.norm_num_groups to it"),
-        ("act_fn", "silu", "this network has no other"),
-    ):
-        value = diffusers_config.get(name, default)
-        if network_config and value != network_config[name]:
-            raise ConfigError(
-                f"weights: {name} is {value} in config.json and {network_config[name]} in the network; {remedy}"
-            )
+    loaded = {"norm_num_groups": 32, "act_fn": "silu"} | {**diffusers_config}
+    expected = {name: network_config[name] for name in ("norm_num_groups", "act_fn") if network_config}
+    fields = {"norm_num_groups": "kl.norm_num_groups"}
+    require_matching_diffusers_config(loaded, ("AutoencoderKL",), "vae", expected, fields)

@@ -17,7 +17,7 @@ from dstrain.tracking.figures import format_evaluation_table
 from dstrain.tracking.report import metrics, pictures
 from dstrain.tracking.report.state import State, read_run_state
 
-_MOST = 100  # evaluations, bad files, marks and lines of the log that are shown
+_MOST = 100  # evaluations that are shown
 _Read = TypeVar("_Read")
 
 

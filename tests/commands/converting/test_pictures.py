@@ -14,6 +14,7 @@ from PIL import Image
 
 from dstrain.commands import convert as convert_verb
 from dstrain.commands.convert import ConvertOptions, convert_data
+from dstrain.data.formats.packed import PACKING
 from dstrain.data.open import open_sources
 from dstrain.data.sources.images import open_images
 from dstrain.recipe import ConfigError, Data
@@ -217,6 +218,9 @@ def test_shards_begin_anew(tmp_path, monkeypatch):
         (tmp_path / "other").mkdir()
         (tmp_path / "other" / "other.txt").touch()
         converted("npz", tmp_path / "a.npz", tmp_path / "other")
+    (tmp_path / "torn").mkdir()
+    (tmp_path / "torn" / PACKING).write_text("{")  # as a full disk leaves it
+    assert len(open_images(converted("npz", tmp_path / "a.npz", tmp_path / "torn"), 8)) == 9
     with pytest.raises(ConfigError, match="holds files_00000.safetensors"):
         write_idx(tmp_path / "idx")
         converted("mnist", next((tmp_path / "idx").glob("t10k-images*")), tmp_path / "out")

@@ -87,6 +87,8 @@ def test_webdataset(tmp_path, plain):
     assert unpack_captions(pad_and_stack_texts([captioned[i]["caption"] for i in range(len(captioned))])) == [
         f"no. {i}" for i in range(5, len(files))
     ]
+    (tmp_path / "all{0..1}").symlink_to("shards")  # a name of its own, and no pattern
+    assert len(open_images(tmp_path / "all{0..1}", 16)) == len(files)
     whole = open_images(tmp_path / "shards", 16, request=request)
     assert whole.layout.left_out_counts == {UNCAPTIONED: 5} and len(whole) == len(files) - 5
     layout = whole.layout

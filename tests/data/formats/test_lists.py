@@ -16,6 +16,7 @@ from pyarrow import parquet
 from dstrain.data.batches import Batches
 from dstrain.data.decode.clips import Cut
 from dstrain.data.decode.pixels import SUFFIXES
+from dstrain.data.files.arrow import ParquetFile
 from dstrain.data.files.local import LocalFiles
 from dstrain.data.files.tables import open_table
 from dstrain.data.formats import recognise_layout
@@ -58,6 +59,20 @@ def rows_of(root: Path, path: str = "path", label: str = "label", caption: str =
 def listed(path: Path, request: Request = CAPTIONED) -> list:
     layout = recognise_layout(str(path), LocalFiles(path), request)
     return [sample for part in layout.list_partitions() for sample in layout.iterate_samples(part)]
+
+
+def test_the_footer_of_a_table_is_read_once(tmp_path, monkeypatch):
+    """Oracle: the files that are opened: as many for a table of 100 row groups as for one of 2."""
+    opened, init = [], ParquetFile.__init__
+    monkeypatch.setattr(ParquetFile, "__init__", lambda self, *words: opened.append(words) or init(self, *words))
+    for row in range(3):
+        picture(row).save(tmp_path / f"{row}.png")
+    for groups in (2, 100):
+        rows = [{"path": f"{row % 3}.png", "label": "a"} for row in range(3 * groups)]
+        path = write_table(tmp_path / f"{groups}.parquet", rows)
+        opened.append(groups)
+        assert len(listed(path, Request(SUFFIXES))) == 3 * groups
+    assert opened.index(100) - 1 == len(opened) - opened.index(100) - 1 <= 2
 
 
 @pytest.mark.parametrize(

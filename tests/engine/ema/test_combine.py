@@ -96,7 +96,7 @@ def test_what_ranks_write(tmp_path, monkeypatch, synced, world):
         expected = mixed(solution / solution.sum(), [named for kinds in truth for named in kinds.values()])
         kind, pieces = f"ema.{width!r}", (Shards(tmp_path / f"{width} {chunk}", "net") for chunk in (4, 1 << 18))
         with next(pieces) as small, next(pieces) as large:
-            assert small.list_value_kinds() == large.list_value_kinds() == [kind] and small.metadata == {"part": "net"}
+            assert small.list_value_kinds() == large.list_value_kinds() == [kind]
             for name, values in expected.items():
                 read = large.read(kind, name, shape=SHAPES[name])
                 assert torch.equal(small.read(kind, name, shape=SHAPES[name]), read)

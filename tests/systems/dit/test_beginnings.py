@@ -47,6 +47,23 @@ def test_a_step_learns_from_the_first_frames(shares: tuple[float, ...], end: int
         assert not torch.equal(terms["loss_each"], whole.loss("denoiser", nets, dict(example))["loss_each"])
 
 
+@pytest.mark.parametrize("shares, frames", [((0.0, 1.0), 3), ((), 5)])
+def test_frames_that_a_step_throws_away_are_not_encoded(shares: tuple[float, ...], frames: int, monkeypatch) -> None:
+    """Oracle: the frames of clips that are encoded whole, to the bit; the number of frames that are encoded. Held-out
+    clips, which have no step, are encoded whole.
+    """
+    system, encoded, encode = build_with(*shares), [], DiTSystem._encode_clips
+    monkeypatch.setattr(
+        DiTSystem, "_encode_clips", lambda self, video, key: encoded.append(video.shape[1]) or encode(self, video, key)
+    )
+    batch = system.synthetic(3)
+    whole = system.encode(batch)["x_start"]
+    assert system.turns(7) == ("denoiser",)
+    cut = system.encode({**batch, "step": torch.full((3,), 7)})["x_start"]
+    assert torch.equal(cut, whole[:, :, :frames])
+    assert torch.equal(system.encode(batch)["x_start"], whole) and encoded == [5, frames, 5]
+
+
 def test_some_frames_are_left_to_draw() -> None:
     """Oracle: by hand: of a clip of 5 frames 1 or 3 are given, of one of 3 frames the first alone, of an image none."""
     system = build_with(given_share=1.0)

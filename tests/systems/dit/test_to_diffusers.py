@@ -466,7 +466,7 @@ def test_other_sizes(tmp_path):
 
 
 WRONG = {
-    "another class": (lambda f: edited(f, _class_name="UNet2DModel"), "of class UNet2DModel, system dit takes a DiT"),
+    "another class": (lambda f: edited(f, _class_name="UNet2DModel"), "of class UNet2DModel, system dit takes DiT"),
     "other heads": (lambda f: edited(f, num_attention_heads=4), "num_attention_heads is 4 in .* 2 by model.num_heads"),
     "other patches": (lambda f: edited(f, patch_size=4), "patch_size is 4 in config.json, and 2 by model.patch_size"),
     "other norm": (lambda f: edited(f, norm_type="ada_norm"), "norm_type is ada_norm in .*this network, which has no"),

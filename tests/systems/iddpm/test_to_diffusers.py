@@ -240,7 +240,7 @@ def test_a_folder_that_diffusers_made(tmp_path):
 WRONG = {
     "another class": (
         lambda f: edited(f, _class_name="AutoencoderKL"),
-        "of class AutoencoderKL, system iddpm takes a UNet",
+        "of class AutoencoderKL, system iddpm takes UNet",
     ),
     "other heads": (
         lambda f: edited(f, attention_head_dim=8),

@@ -226,13 +226,13 @@ def test_guidance():
 
 
 def test_both_inputs_of_the_self_critic():
-    """Oracle: a pass of each by itself; gradients are the sum of both."""
+    """Oracle: a pass of each by itself; gradients are the sum of both. Without uniforms none is judged."""
     net, (tokens, masked, words) = network(self_critic=True), clip()
-    filled = torch.where(masked, (tokens + 3) % 11, tokens)
     real, dropped = torch.arange(4) < torch.tensor([4, 3, 4])[:, None], torch.tensor([True, False, False])
     said = {"real": real, "dropped": dropped, "words": words}
-    passed = net(tokens, masked, torch.ones(3), **said, judged=filled)
-    alone = net(tokens, masked, torch.ones(3), **said)
+    passed = net(tokens, masked, torch.ones(3), **said, uniforms=torch.rand(3, tokens[0].numel()))
+    alone, filled = net(tokens, masked, torch.ones(3), **said), passed.filled
+    assert alone.critic is None and not torch.equal(filled, tokens)
     judged = net.to_critic(net.trunk(filled, **said))[..., 0]
     torch.testing.assert_close(passed.loss, alone.loss)
     torch.testing.assert_close(passed.critic, judged)

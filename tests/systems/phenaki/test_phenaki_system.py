@@ -1,6 +1,7 @@
 """MaskGit and its critics as a system: losses, texts, the frozen tokenizer, samples, refusals."""
 
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -62,12 +63,12 @@ class Recorder:
         return self.answer(*inputs, **said)
 
 
-def silent(tokens, masked, weights, uniforms=None, judged=None, **said):
-    """What MaskGit might answer: the next id wherever one is drawn at an even place."""
+def silent(tokens, masked, weights, uniforms=None, judges=False, **said):
+    """What MaskGit might answer, a self critic with it where it judges: the next id of those drawn at even places."""
     even = (torch.arange(tokens[0].numel()) % 2 == 0).view(tokens.shape[1:])
     filled = torch.where(masked & even, (tokens + 1) % 64, tokens) if uniforms is not None else tokens
     zeros = torch.zeros(len(tokens))
-    critic = None if judged is None else torch.full(tokens.shape, 2.0)
+    critic = torch.full(tokens.shape, 2.0) if judges else None
     return MaskGitOutput(torch.zeros((), requires_grad=True), zeros, zeros, filled, critic)
 
 
@@ -79,7 +80,7 @@ def test_texts_are_dropped_at_their_probability():
     for part, extra in (("maskgit", {}), ("critic", {"critic": "token"}), ("maskgit", {"critic": "self"})):
         system = build(cond_drop_prob=0.25, **extra)
         example = system.encode(system.synthetic(4000))
-        maskgit = Recorder(silent)
+        maskgit = Recorder(partial(silent, judges="self" in extra.values()))
         critic = Recorder(lambda tokens, real, dropped, **said: torch.zeros(tokens.shape, requires_grad=True))
         nets = {"maskgit": maskgit, "critic": critic}
         system.loss(part, nets, example)
@@ -144,7 +145,7 @@ def test_labels_of_the_critic(critic, labels):
         if labels == "masked"
         else {name: value for name, value in system.synthetic(3).items() if name != "frames"}
     )
-    maskgit = Recorder(silent)
+    maskgit = Recorder(partial(silent, judges=critic == "self"))
     critic_net = Recorder(lambda tokens, real, dropped: torch.full(tokens.shape, 2.0, requires_grad=True))
     nets = {"maskgit": maskgit} | ({"critic": critic_net} if critic == "token" else {})
     terms = system.loss("maskgit", nets, example)
@@ -152,8 +153,8 @@ def test_labels_of_the_critic(critic, labels):
         terms = {f"critic_{name}": value for name, value in system.loss("critic", nets, example).items()}
         shown = critic_net.calls[0][0][0]
     else:
-        assert maskgit.calls[0][1].get("judged") is None and len(maskgit.calls) == 2
-        shown = maskgit.calls[1][1]["judged"]
+        assert len(maskgit.calls) == 1
+        shown = example["filled"]
     masked = maskgit.calls[0][0][1].flatten(1)
     even = torch.arange(12) % 2 == 0
     assert torch.equal(shown.flatten(1) != example["tokens"].flatten(1), masked & even)

@@ -110,9 +110,9 @@ def test_what_does_not_fit_diffusers(changes, words):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"_class_name": "PriorTransformer"}, "of class PriorTransformer, system vae takes an AutoencoderKL"),
-        ({"norm_num_groups": 1}, "norm_num_groups is 1 in config.json and .*model.kl.norm_num_groups"),
-        ({"act_fn": "gelu"}, "act_fn is gelu in config.json and silu in the network"),
+        ({"_class_name": "PriorTransformer"}, "of class PriorTransformer, system vae takes AutoencoderKL"),
+        ({"norm_num_groups": 1}, "norm_num_groups is 1 in config.json, and .*model.kl.norm_num_groups"),
+        ({"act_fn": "gelu"}, "act_fn is gelu in config.json, and silu by this network"),
     ],
 )
 def test_what_weights_do_not_show(tmp_path, changes, words):

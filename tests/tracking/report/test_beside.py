@@ -1,7 +1,9 @@
 """report.html beside a run that trains: a real process writes it."""
 
+import contextlib
 import os
 import random
+import resource
 import signal
 
 import numpy as np
@@ -37,6 +39,22 @@ def test_it_is_written_when_it_is_due(tmp_path):
     page.write_last_report(9, 300)  # nothing new: a run that was complete already
     Page(tmp_path / "run", 0, 0, notes.append).write_last_report(9, 300)  # never
     assert report.stat().st_mtime_ns == written
+
+
+def test_a_rank_with_many_files_waits_for_it(tmp_path):
+    """Oracle: the report of a run whose rank has more than the 1024 files that select(2) knows, such as the connections
+    of a large world.
+    """
+    made(tmp_path / "run", steps=8)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2000, limits[0]), limits[1]))
+    with contextlib.ExitStack() as held:
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1100):
+            held.enter_context(open(os.devnull))
+        page = Page(tmp_path / "run", 4, 0, pytest.fail)
+        page.write_report_if_due(4)
+        assert page._wait_for_writer(300) and (tmp_path / "run" / "report.html").exists()
 
 
 def test_it_outlives_its_run_and_gives_way_to_a_later_one(tmp_path):

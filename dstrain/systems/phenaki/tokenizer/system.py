@@ -105,9 +105,7 @@ class TokenizerSystem(System):
         outputs = nets["tokenizer"](example["x_start"], example["frames"])
         terms, shares = self._select_quantizer_terms(outputs), {}
         if self._usage is not None:
-            terms["diversity"] = self._usage.compute_cross_entropy(
-                outputs.shares, compute_codebook_bits(self.codebook_size)
-            )
+            terms["diversity"] = self._usage.compute_cross_entropy(outputs.shares)
             shares = {"shares": outputs.shares.detach()}
         coding = self._compute_quantizer_loss(terms)
         if not self.picture_loss.adversarial:
