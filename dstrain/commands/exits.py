@@ -2,6 +2,8 @@
 
 import atexit
 import os
+import select
+import signal
 import sys
 import threading
 import time
@@ -127,6 +129,12 @@ def _convert_errors_to_exit_codes(main: Callable[[], None], stops_on_request: bo
             else nullcontext()
         ):
             main()
+            sys.stdout.flush()
+    except BrokenPipeError:
+        if not _has_stdout_lost_its_reader():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what is still to be flushed
+        raise SystemExit(128 + signal.SIGPIPE) from None  # as of other programs before `head`
     except KeyboardInterrupt:  # of other commands than training, which saves when it hears Ctrl-C
         print(f"{Path(sys.argv[0]).name}: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
@@ -145,6 +153,13 @@ def _convert_errors_to_exit_codes(main: Callable[[], None], stops_on_request: bo
                 _wait_for_report_of_rank_0()
             group.end_process(error)
         raise
+
+
+def _has_stdout_lost_its_reader() -> bool:
+    """Returns whether stdout is a pipe that nobody reads any more."""
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _report_error(error: Exception) -> None:

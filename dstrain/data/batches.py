@@ -40,7 +40,7 @@ Batch = dict[str, Tensor]
 
 _ON_HOST = ("caption", "other_caption")  # packed texts, which the host reads: a copy back would make it wait
 _HELD_OUT_STEP = -1  # of the keys of held-out samples: a step that training never has
-_AHEAD = 1 << 30  # prefetch a whole step, but at most this many bytes of samples
+_PREFETCH_BYTES = 1 << 30  # prefetch a whole step, but at most this many bytes of samples
 _BAD = "bad"  # entry of a worker's batch: (name, reason) of the samples that it could not read
 
 
@@ -184,7 +184,7 @@ class Batches(AbstractContextManager):
         ahead: deque[Batch] = deque()
         fetched, batch, size = self._iterate_batches_storing_error(reader, semaphores), {}, 0  # size: bytes of a batch
         while True:
-            while batch is not None and len(ahead) <= (self.accumulation if len(ahead) * size < _AHEAD else 1):
+            while batch is not None and len(ahead) <= (self.accumulation if len(ahead) * size < _PREFETCH_BYTES else 1):
                 if (batch := next(fetched, None)) is not None:
                     ahead.append(batch)
                     size = sum(tensor.nbytes for tensor in batch.values())

@@ -35,10 +35,12 @@ def _describe_unusable_path(key: str, path: str) -> str | None:
     if not os.path.exists(path):
         return (
             explain_unsupported_address(key, path)
-            or f"{key}={path} does not exist: give a folder of data, or builtin:fashion"
+            or f"{key}={path} does not exist: give data, as the header of the recipe says, or builtin:fashion"
         )
     if not os.path.isdir(path) and not os.path.isfile(path):
         return f"{key}={path} is a pipe or a device: give a folder of data, or builtin:fashion"
+    if all(os.path.exists(os.path.join(path, name)) for name in ("run.yaml", "checkpoints")):
+        return f"{key}={path} is the folder of a run, which holds no data: give a folder of data, or builtin:fashion"
     try:
         empty = os.path.isdir(path) and not any(os.scandir(path))
     except OSError as error:

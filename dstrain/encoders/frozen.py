@@ -7,6 +7,7 @@ is put to the user, and the internet is not used for a folder that is on this ma
 
 import json
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -154,10 +155,10 @@ def read_encoder_json(key: str, path: str, name: str) -> Any:
 
 
 def shorten_error_message(error: Exception) -> str:
-    """Returns an error's message in one line of at most 200 characters, or the name of the error's class if it has no
-    message.
+    """Returns an error's message in one line of at most 200 characters, cut between words, or the name of the error's
+    class if it has no message.
     """
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+    return textwrap.shorten(str(error), 200, placeholder=" ...") or type(error).__name__
 
 
 def _can_be_hub_name(path: str) -> bool:

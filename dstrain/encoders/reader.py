@@ -175,7 +175,7 @@ class Reader:
         if width is None and "words" in batch:
             return {"words": batch["words"]}
         if "caption" not in batch:
-            raise ConfigError(f"data: there are no captions, and the model reads texts: {config.no_captions}")
+            raise ConfigError(f"data.path: there are no captions, and the model reads texts: {config.no_captions}")
         # Captions are on the host, which reads them; the inputs go to the device of the rest of the batch.
         device = batch.get("key", batch["caption"]).device
         inputs = self._hash_or_encode_texts(unpack_captions(batch["caption"]), device)

@@ -26,14 +26,19 @@ def collect_weight_shapes(network: nn.Module) -> Shapes:
 def require_matching_shapes(
     state: dict[str, Tensor], shapes: Shapes, names_to_check: Iterable[str], remedies: Remedies
 ) -> None:
-    """Raises ConfigError at the first name in `names_to_check` that is in only one of `state` and `shapes`, or whose
-    shapes differ. Names that are not in `names_to_check` are not checked.
+    """Raises ConfigError if `state` and `shapes` have no name in common, or else at the first name in `names_to_check`
+    that is in only one of them, or whose shapes differ. Names that are not in `names_to_check` are not checked.
 
     state     the weights of a file, by name.
     shapes    the shapes that the network needs, by name.
     remedies  pairs (pattern, fields): if the pattern is found in the name, the message tells the user to set these
               fields.
     """
+    if not state.keys() & shapes.keys():
+        names = ", ".join(sorted(state)[:3]) or "nothing"
+        raise ConfigError(
+            f"weights: they hold {names}, and no weight of this network: name weights that were made with it"
+        )
     for name in names_to_check:
         in_file = tuple(state[name].shape) if name in state else "absent"
         in_network = shapes.get(name, "absent")

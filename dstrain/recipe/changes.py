@@ -29,8 +29,8 @@ def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Ch
     may not change. `system` is the Config class of the section `model`, and gives the defaults of keys that the section
     lacks.
 
-    If the learning rates of both Runs decay, and their decay ends at different steps, lists this as
-    optimizer.decay_steps.
+    Lists another system alone. If the learning rates of both Runs decay, and their decay ends at different steps, lists
+    this as optimizer.decay_steps.
     """
 
     def is_change_allowed(key: str, before: Any) -> bool:
@@ -38,6 +38,8 @@ def list_refused_changes(old: Run, new: Run, system: type[BaseModel]) -> list[Ch
         rule = find_resume_rule(key, Run, system)
         return rule.may_change or (rule.may_be_filled_in and before is None)
 
+    if old.system != new.system:  # decides what all keys of the model mean
+        return [("system", old.system, new.system)]
     before, after = (run.model_copy(update={"model": _fill_in_defaults(run.model, system)}) for run in (old, new))
     changes = [change for change in list_differences(before, after) if not is_change_allowed(*change[:2])]
     if "constant" not in (old.optimizer.schedule, new.optimizer.schedule):

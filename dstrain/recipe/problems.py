@@ -208,7 +208,8 @@ def suggest_files(path: Path, pattern: str) -> str:
     names = sorted(file.name for file in path.parent.glob(pattern)) if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, names, 1)
     meant = f" (did you mean {path.parent / close[0]}?)" if close else ""
-    holds = f"holds {', '.join(names[:12])}" if names else f"has no {pattern}"
+    more = f" and {len(names) - 12} more" * (len(names) > 12)
+    holds = f"holds {', '.join(names[:12])}{more}" if names else f"has no {pattern}"
     return f"{meant}; {path.parent}/ {holds}"
 
 

@@ -28,7 +28,7 @@ from dstrain.disk.small import read_json
 from dstrain.distributed import group
 from dstrain.engine.checkpoint import read_ema_decays, read_weights
 from dstrain.engine.ema import snapshots
-from dstrain.recipe import WIDEST, ConfigError
+from dstrain.recipe import WIDEST, ConfigError, reword_errors
 from dstrain.recipe.patterns import is_adapter_weight
 from dstrain.systems.base import System
 
@@ -187,7 +187,8 @@ def _adapt_part_weights(
             "model.lora to what it was made with, or name what dstrain export --format safetensors writes of that run, "
             "which is merged"
         )
-    values, notes = system.adapt_weights(part, state | ({} if given else adapters))
+    with reword_errors(options={"weights: ": f"weights of {origin}: "}):
+        values, notes = system.adapt_weights(part, state | ({} if given else adapters))
     if not given and adapters:
         values = {name: value for name, value in values.items() if name not in adapters}
         notes = [*notes, f"{len(adapters)} tensors of adapters begin anew"]

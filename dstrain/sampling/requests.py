@@ -43,8 +43,8 @@ def make_sampling_request_and_captions(
     guiding = {"guidance_interval", "guidance_rescale", "negative_prompt"}
     if samples.guidance_scale == 1 and (idle := guiding & choices.keys()):
         raise ConfigError(
-            f"--{min(idle).replace('_', '-')} changes nothing at --guidance-scale 1, which is none: "
-            "give another scale, or leave it out"
+            f"--{min(idle).replace('_', '-')} changes nothing at --guidance-scale 1, which turns "
+            "guidance off: give another scale, or leave it out"
         )
     if num < 1:
         raise ConfigError(f"{num} samples are asked for: ask for 1 or more")

@@ -185,7 +185,7 @@ def test_what_cannot_be_encoded(tmp_path, vae, images):
     for changes, words in (
         ({"image_size": 18}, "--image-size 18 is no multiple of 4"),
         ({"data": None}, "--data FOLDER"),
-        ({"data": "nowhere"}, "--data nowhere: does not exist"),
+        ({"data": "nowhere"}, "--data nowhere does not exist"),
         ({"first_stage": str(tmp_path / "no")}, "there is no folder"),
         ({"split": "held_out"}, "--held-out"),
         ({"first_stage": "runs/none"}, "--first-stage runs/none: there is no folder.*dstrain export"),

@@ -1,5 +1,7 @@
 """How commands begin and end, see also launch/test_wrong_input.py and distributed/test_group.py."""
 
+import os
+import signal
 import subprocess
 import sys
 
@@ -73,6 +75,21 @@ def test_three_hundred_launches(tmp_path):
         done = run(command("launch/train.py", *words, f"folder={tmp_path / str(number)}", num=2))
         assert done.returncode == 0 and "complete" in done.stdout, (number, done.stdout)
         assert "terminate called" not in done.stdout, (number, done.stdout)
+
+
+def test_a_reader_that_has_gone(tmp_path):
+    """Oracle: other programs before `head`: exit code 141, which a shell gives for SIGPIPE, and nothing on stderr; an
+    error of another pipe is shown.
+    """
+    program = "from dstrain.commands.exits import run_main_with_exit_code as run; import os, sys; run(lambda: {})"
+    for work, code in (("print(7)", 128 + signal.SIGPIPE), ("os.write(int(sys.argv[1]), b'7')", 1)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with open(writer, "wb") as pipe, open(tmp_path / "out", "wb") as file:
+            out = pipe if code > 1 else file
+            words = [sys.executable, "-c", program.format(work), str(writer)]
+            done = subprocess.run(words, stdout=out, stderr=subprocess.PIPE, env=environment(), pass_fds=[writer])
+        assert (done.returncode, b"BrokenPipeError" in done.stderr) == (code, code == 1), done.stderr
 
 
 def test_other_packages_are_silent():

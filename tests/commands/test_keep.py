@@ -207,7 +207,8 @@ def test_a_leftover_rank_that_ends_before_it_is_killed(training, monkeypatch):
 @pytest.mark.parametrize(
     "words, message",
     [
-        (("--", "deepspeed", "launch/generate.py"), "write the command behind --"),
+        (("--", "deepspeed", "launch/generate.py"), "no training is behind --: write"),
+        (("dstrain", "train"), "unrecognized arguments: dstrain train"),
         (("deepspeed", "launch/train.py"), "--help shows"),
         (("--", "launch/train.py", "--dry-run"), "without `dstrain keep`"),
         (("--", "launch/train.py", "stepz=3"), "did you mean steps?"),

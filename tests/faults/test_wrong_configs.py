@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.support.launch import ROOT, environment, here
 
@@ -170,6 +171,8 @@ WRONG = {
     "weights of a NUL": (['init_from="a\\0b"'], "init_from="),
     "weights in a circle": (["init_from=circle"], "init_from=circle"),
     "weights an empty folder": (["init_from=empty"], "empty"),
+    "data a run's folder": (["data.path=a_run"], "data.path=a_run is the folder of a run"),
+    "weights of something else": (["init_from=other.pt"], "weights of other.pt: they hold a, and no weight"),
     "name of 300 letters": (["name=" + "x" * 300], "name="),
     "system in a path": (["system=../../etc"], "system"),
     "system of a NUL": (['system="a\\0b"'], "system"),
@@ -196,6 +199,9 @@ def folder(tmp_path_factory):
         (folder / name).mkdir(parents=True)
     for name in ("pipe", "run_pipe/run.yaml"):
         os.mkfifo(folder / name)
+    (folder / "a_run" / "checkpoints").mkdir(parents=True)
+    (folder / "a_run" / "run.yaml").touch()
+    torch.save({"a": torch.zeros(3)}, folder / "other.pt")
     (folder / "dangling").symlink_to("nowhere")
     (folder / "circle").symlink_to("circle")
     for path in folder.glob("run_*"):

@@ -226,7 +226,7 @@ WRONG = {
     "too little held out": (["{few}"], "leaves no image of 20 for the held_out split"),
     "missing data": (
         ["{run}", "--data", "{strange}/x"],
-        "--data {strange}/x: does not exist; give a folder of images\n",
+        "--data {strange}/x does not exist: give a folder of images\n",
     ),
     "empty data": (["{run}", "--data", "{strange}"], "--data {strange}: no images in it, and no other file"),
     "built-in data": (["{run}", "--data", "builtin:fashion"], "name a folder of images"),

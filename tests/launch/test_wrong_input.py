@@ -104,6 +104,8 @@ WRONG = {
     "unclosed bracket": (["ema.decays=[0.9"], "quote it"),
     "override as option": (["--steps=5"], "steps=5"),
     "unknown option": (["--recipie", "x.yaml"], "did you mean --recipe?"),
+    "override with dashes": (["--steps", "20"], "--steps: overrides are written without dashes: steps=VALUE"),
+    "option without dashes": (["recipe=good"], "recipe=good: options are written with dashes: --recipe good"),
     "option without value": (["--recipe"], "expected one argument"),
     "profile of no step": (["--profile", "10:10"], "'10:10' holds no step: write A:B with A below B"),
     "profile of a word": (["--profile", "ten"], "'ten' is not A:B or A:B:N, such as 10:13"),

@@ -114,7 +114,7 @@ def test_what_lies_nearby(tmp_path):
         (tmp_path / f"file{number:02d}.yaml").touch()
     (tmp_path / "other.txt").touch()
     listed = ", ".join(f"file{number:02d}.yaml" for number in range(12))
-    assert recipe.suggest_files(tmp_path / "qqqq", "*.yaml") == f"; {tmp_path}/ holds {listed}"
+    assert recipe.suggest_files(tmp_path / "qqqq", "*.yaml") == f"; {tmp_path}/ holds {listed} and 1 more"
     found = recipe.suggest_files(tmp_path / "file7.yaml", "*.yaml")
     assert found.startswith(f" (did you mean {tmp_path / 'file07.yaml'}?); ")
     assert recipe.suggest_files(tmp_path / "none" / "a.yaml", "*.yaml").endswith("/none/ has no *.yaml")

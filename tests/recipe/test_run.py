@@ -309,6 +309,12 @@ def test_runs_of_versions_with_fewer_keys_go_on():
         assert [key for key, _, _ in recipe.list_refused_changes(old, new, DIT)] == refused
 
 
+def test_another_system_is_one_change():
+    """Oracle: by hand: `system` alone, though all keys of the models and many others differ."""
+    old, new = (recipe.load_recipe(ROOT / f"launch/recipes/{name}.yaml") for name in ("dit-small", "iddpm-small"))
+    assert recipe.list_refused_changes(old, new, DIT) == [("system", "dit", "iddpm")]
+
+
 def test_differences_and_what_a_resumed_run_may_change():
     """Oracle: the list in design section 2: entries that determine the numbers are fixed, others are free."""
     old = recipe.load_recipe(None, ["model.depth=2"])

@@ -22,6 +22,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, text: str) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
         self.text = text
+        self.elsewhere: dict[str, str] = {}  # names of options in other programs, and of these here
         self.add_argument("-h", "--help", action="store_true")
         self.add_argument("--local_rank", "--local-rank", type=int)  # the environment says it, too
 

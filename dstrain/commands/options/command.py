@@ -22,7 +22,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields
 from typing import Any, ClassVar, TypeVar
 
 from dstrain.commands.options.arguments import Parser
-from dstrain.recipe import ConfigError
+from dstrain.recipe import ConfigError, Run
 
 _WIDTH = 100  # columns of --help
 _LEFT = 26  # columns of an option's name in it
@@ -45,6 +45,7 @@ class Spec:
     shown: str | None = None  # the default in --help, if another than the field's own
     rivals: str = ""  # options with the same name here exclude each other
     aliases: tuple[str, ...] = ()  # other spellings, with dashes
+    elsewhere: tuple[str, ...] = ()  # its names in other programs and verbs, with dashes: refused, with its own name
     missing: str = ""  # the error message if it is left out
     positional: str = ""  # "?", "*", or "--" for a command behind it
 
@@ -156,6 +157,7 @@ def _add_options(parser: Parser, option_specs: list[tuple[Field, Spec]]) -> None
             kinds |= {"action": "append", "default": []}
         name = _make_option_name(entry, spec)
         names = dict.fromkeys([f"--{name}", f"--{name.replace('-', '_')}", *spec.aliases])
+        parser.elsewhere |= dict.fromkeys(spec.elsewhere, f"--{name}")
         place = parser
         if spec.rivals:
             if spec.rivals not in rivals:
@@ -174,20 +176,25 @@ def _parse_words(parser: Parser, words: list[str], accept_overrides: bool) -> di
         return values
     dashed = [word for word in unknown if word.startswith("-")]
     if not dashed:
-        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}; --help shows what there is")
+        name, equals, value = unknown[0].replace("_", "-").partition("=")
+        is_option = equals and f"--{name}" in parser._option_string_actions
+        meant = f" (did you mean --{name} {value}?)" if is_option else ""
+        raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}{meant}; --help shows what there is")
     raise ConfigError(*(_explain_unknown_word(word, parser, accept_overrides) for word in dashed))
 
 
-def _explain_unknown_word(word: str, parser: argparse.ArgumentParser, accept_overrides: bool) -> str:
+def _explain_unknown_word(word: str, parser: Parser, accept_overrides: bool) -> str:
     """Returns the error message for an unknown option; it suggests the most similar known option, if there is one."""
     known = parser._option_string_actions
     name, equals, value = word.lstrip("-").partition("=")
     if accept_overrides and equals and f"--{name}" not in known:
         return f"{word}: overrides are written without dashes: {name}={value}"
+    if accept_overrides and name in Run.model_fields:
+        return f"{word}: overrides are written without dashes: {name}=VALUE"
     typed = word.partition("=")[0]
     # Each option is known by both spellings; the one with dashes is the documented one.
     spelled = known if "_" in typed else [name for name in known if "_" not in name]
-    close = difflib.get_close_matches(typed, spelled, 1)
+    close = [parser.elsewhere[typed]] if typed in parser.elsewhere else difflib.get_close_matches(typed, spelled, 1)
     meant = f" (did you mean {close[0]}?)" if close else ""
     return f"{word}: there is no such option{meant}; --help shows what there is"
 

@@ -60,5 +60,6 @@ def find_training_arguments(command: Sequence[str]) -> list[str]:
         if name == "train.py" or (name == "train" and "dstrain" in names[:place]):
             return list(command[place + 1 :])
     raise ConfigError(
-        "write the command behind --, for example: dstrain keep -- deepspeed --module dstrain train; --help shows more"
+        "no training is behind --: write the command there, for example: dstrain keep -- deepspeed --module dstrain "
+        "train; --help shows more"
     )

@@ -23,7 +23,9 @@ class PlanOptions(RecipeOptions):
         dstrain plan --recipe prior-1b model.text_encoder=null --world 64 --search
     """
 
-    world: int = make_option_field(1, "GPUs, a rank each, up to 4096", parse_positive_integer, metavar="N")
+    world: int = make_option_field(
+        1, "GPUs, a rank each, up to 4096", parse_positive_integer, metavar="N", elsewhere=("--gpus", "--num-gpus")
+    )
     gpus_per_node: int = make_option_field(8, "GPUs of a machine", parse_positive_integer, metavar="M")
     gpu: str = make_option_field(
         "h200",

@@ -44,7 +44,12 @@ class Weights(Trusting):
     )
     raw: bool = make_option_field(False, "weights: the training weights instead of an average", rivals="weights")
     step: int | None = make_option_field(
-        None, "the step to load (the newest whole one)", parse_nonnegative_integer, name="checkpoint", metavar="STEP"
+        None,
+        "the step to load (the newest whole one)",
+        parse_nonnegative_integer,
+        name="checkpoint",
+        metavar="STEP",
+        elsewhere=("--step", "--ckpt"),
     )
 
 

@@ -35,8 +35,11 @@ class RecipeOptions(Trusting):
     overrides: tuple[str, ...] = make_remaining_words_field("key=value", "entries of the recipe")
 
     def check_options(self) -> None:
-        """Raises ConfigError for a file name that stands alone, without --recipe or --ds_config before it."""
+        """Raises ConfigError for a file name without --recipe or --ds_config before it, or behind recipe= and such."""
         for override in self.overrides:
+            key, equals, value = override.partition("=")
+            if equals and key in ("recipe", "ds_config", "deepspeed_config"):
+                raise ConfigError(f"{override}: options are written with dashes: --{key} {value}")
             for ending, name in _FILES:
                 if "=" not in override and override.endswith(ending):
                     raise ConfigError(f"{override} stands alone: write {name} {override}")

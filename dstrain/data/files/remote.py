@@ -38,7 +38,7 @@ SCHEMES = ("s3", "gs", "hf", "http", "https")
 _TRIES = 5  # over 31 s
 _FIRST_TRIES = 3  # over 1 s: at the start the address is as likely at fault
 _THREADS = 16  # requests at once of a process
-_AHEAD = 1024  # samples that may wait to be read ahead, of a process
+_MAX_WAITING_PREFETCHES = 1024  # samples that may wait to be read ahead, of a process
 _CACHED = 0.8  # of the cache's limit: data below it stay in the cache
 _ADDRESS = re.compile(r"(s3|gs|hf|https?)://")
 _SEVERAL = re.compile(r"\s+(?=(?:s3|gs|hf|https?)://)")
@@ -185,7 +185,7 @@ class RemoteFiles(Files):
         are needed. Does not wait, and ignores errors. Skips the remaining places if 1024 calls are waiting.
         """
         if self._queue is None:
-            self._queue = queue.Queue(_AHEAD)
+            self._queue = queue.Queue(_MAX_WAITING_PREFETCHES)
             for _ in range(_THREADS):  # They are daemons: the end of a process does not wait for them.
                 threading.Thread(target=_run_queued_reads, args=(self._queue,), daemon=True).start()
         with contextlib.suppress(queue.Full):

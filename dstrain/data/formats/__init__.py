@@ -71,7 +71,7 @@ def open_data_files(path: str, request: Request) -> Files:
     if not (is_address_or_pattern(path) or Path(path).exists()):
         raise ConfigError(
             explain_unsupported_address(request.key, path)
-            or f"{request.key}={path}: does not exist; give a folder of {request.noun}, or builtin:fashion"
+            or f"{request.key}={path} does not exist: give a folder of {request.noun}, or builtin:fashion"
         )
     if os.path.exists(path) and (kind := describe_special_file(path)) not in (None, "a folder"):
         raise ConfigError(f"{request.key}={path} is {kind}: give a folder of {request.noun}, or a list of them")
@@ -105,11 +105,11 @@ def recognise_layout(path: str, files: Files, request: Request) -> Layout:
         )
     if path.lower().endswith(request.suffixes):
         raise ConfigError(
-            f"{request.key}={path}: is not a folder, but one of the {request.noun}: name its folder, "
+            f"{request.key}={path} is not a folder, but one of the {request.noun}: name its folder, "
             f"{request.key}={os.path.dirname(os.path.abspath(path))}"
         )
     raise ConfigError(
-        f"{request.key}={path}: is not a folder, and no file that is read; give a folder of "
+        f"{request.key}={path} is not a folder, and no file that is read; give a folder of "
         f"{request.noun}, a list of them ({' '.join(TABLES)}, or lines PATH NUMBER), a .tar, .zip, "
         ".parquet or .arrow (docs/guides/data.md has all forms), or builtin:fashion"
     )
