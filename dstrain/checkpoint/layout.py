@@ -29,8 +29,8 @@ SHARD = re.compile(r"(\w[\w.-]*)-(\d{5,})-of-(\d{5,})\.safetensors")  # part, ra
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements start .. start + numel of the flattened tensor `name` of `shape`. Raises ConfigError if they are outside
-    of it.
+    """Names a stretch of a tensor: the elements start .. start + numel of the flattened tensor `name` of `shape`.
+    Raises ConfigError if they are outside of it.
     """
 
     name: str

@@ -84,7 +84,7 @@ class LossSecondMomentSampler(TimestepSampler):
 
     def _update_probabilities(self) -> None:
         """Computes the probabilities of all timesteps, and their cumulative sums, anew from the history of losses."""
-        on_host, history, seen = _is_on_host(self._history), self._history, self._seen
+        on_host, history, seen = _can_numpy_read(self._history), self._history, self._seen
         if on_host:
             history, seen = history.numpy(), seen.numpy()
         weights = (history * history).sum(0)[:-1] ** 0.5  # the root mean square, times a constant
@@ -105,7 +105,7 @@ class LossSecondMomentSampler(TimestepSampler):
         the weights 1 / (T * p(t)), float32 (B,).
         """
         self._move_history_to_device(uniforms.device)
-        if _is_on_host(uniforms):
+        if _can_numpy_read(uniforms):
             t = self._convert_uniforms_to_timesteps(uniforms.numpy())
             weights = 1 / (self.num_timesteps * self._p.take(t))
             return torch.from_numpy(t), torch.from_numpy(weights.astype(np.float32))
@@ -135,7 +135,7 @@ class LossSecondMomentSampler(TimestepSampler):
         """
         self._move_history_to_device(t.device)
         losses = losses.detach().double()
-        if _is_on_host(t):
+        if _can_numpy_read(t):
             self._append_losses_on_cpu(t.numpy(), losses.numpy())
         else:
             self._append_losses_on_device(t, losses)
@@ -208,6 +208,6 @@ class LossSecondMomentSampler(TimestepSampler):
         self._update_probabilities()
 
 
-def _is_on_host(values: Tensor) -> bool:
+def _can_numpy_read(values: Tensor) -> bool:
     """Returns whether a tensor is a plain one on the CPU, whose values numpy can read."""
     return type(values) is Tensor and values.device.type == "cpu"  # other types may have no values

@@ -33,7 +33,7 @@ def start_process_group(timeout_minutes: float = 30) -> None:
     From now on, an exchange that waits for other ranks longer than `timeout_minutes` raises an error, which
     group.explain_lost_ranks explains. Raises ConfigError if the port is taken.
     """
-    get_phases().enter_phase("importing DeepSpeed")
+    get_phases().enter_phase("importing DeepSpeed, whose operator is compiled anew for another Python or torch")
     place = _set_rank_variables()
     _warn_of_shared_torchrun_store()
     deepspeed = import_deepspeed()

@@ -40,7 +40,8 @@ class Linear(nn.Linear):
 
 
 class Pointwise(nn.Conv1d):
-    """A linear layer over tokens whose weight has the shape of a convolution of one: (B, N, C) -> (B, N, D).
+    """A linear layer over tokens whose weight has the shape of a 1-D convolution's with kernel size 1: (B,
+    N, C) -> (B, N, D).
 
     Its constructor is torch's own, with a kernel_size of 1: peft builds adapters by the class of the layer they adapt.
     """

@@ -254,7 +254,10 @@ REFUSED = {
         ["{file}", "--recipe", "{recipe}", "--out", "{out}", "model.depth=3"],
         "blocks.2.adaLN_modulation.1.bias is absent in the file",
     ),
-    "another system": (["{file}", "--recipe", "tests/launch/tiny-vae.yaml", "--out", "{out}"], "and no weight of this network"),
+    "another system": (
+        ["{file}", "--recipe", "tests/launch/tiny-vae.yaml", "--out", "{out}"],
+        "no weight of this network",
+    ),
     "sizes that differ": (
         ["{file}", "--recipe", "{recipe}", "--out", "{out}", "model.image_size=16"],
         "data.image_size=8 and model.image_size=16 differ",

@@ -113,7 +113,7 @@ def test_probabilities(readable, monkeypatch):
     """Oracle: the formula by hand: sqrt of the mean square, normalized, a share mixed with 1 / T; the same for losses
     of any size, and uniform where all are 0.
     """
-    monkeypatch.setattr(timesteps, "_is_on_host", lambda values: readable)
+    monkeypatch.setattr(timesteps, "_can_numpy_read", lambda values: readable)
     for scale in (1.0, 1e-6, 1e6):
         sampler = LossSecondMomentSampler(3, 2, uniform_prob=0.25)
         sampler.observe(torch.tensor([0, 1, 2, 0, 1, 2]), scale * torch.tensor([3.0, 0.0, 1.0, 4.0, 0.0, 7.0]))
@@ -163,7 +163,7 @@ def test_state():
 @pytest.mark.parametrize("readable", [True, False])
 def test_losses_that_are_not_finite_are_padding(readable, monkeypatch):
     """Oracle: the same batch without them; one of each kind, in every place of a ring that the batch overruns."""
-    monkeypatch.setattr(timesteps, "_is_on_host", lambda values: readable)
+    monkeypatch.setattr(timesteps, "_can_numpy_read", lambda values: readable)
     with_them, without = filled(LossSecondMomentSampler(3, 4)), filled(LossSecondMomentSampler(3, 4))
     t = torch.tensor([0, 1, 0, 2, 0, 0, 0, 0, 1, 0, 2])
     losses = torch.arange(1.0, 12.0)
@@ -188,7 +188,7 @@ def test_accelerator_path_is_the_same(monkeypatch):
         losses[::17] = torch.nan
         drawn = {}
         for readable, sampler in paths.items():
-            monkeypatch.setattr(timesteps, "_is_on_host", lambda values: readable)
+            monkeypatch.setattr(timesteps, "_can_numpy_read", lambda values: readable)
             sampler.observe(t, losses)
             drawn[readable] = sampler.sample(uniforms % 1)
         assert torch.equal(drawn[True][0], drawn[False][0])

@@ -116,7 +116,7 @@ class Pairs(Source):
 
     def name_sample(self, index: int) -> str:
         """Returns the name of a pair for messages: FILE[row]."""
-        return self.stored.tables["image_embed"].name_row(self._find_row_of_sample(index))
+        return self.stored.tables["image_embed"].describe_row(self._find_row_of_sample(index))
 
     def compute_fingerprint(self) -> str:
         return (
@@ -175,7 +175,7 @@ class Stored:
         table = self.tables[table_name]
         values = convert_floats_to_float32(table[row])
         if fault := find_faulty_row(values[None], table_name):
-            raise BadSample(table.name_row(row), fault[1])
+            raise BadSample(table.describe_row(row), fault[1])
         return torch.from_numpy(values)
 
     def compute_fingerprint(self) -> str:

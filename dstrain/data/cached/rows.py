@@ -54,7 +54,7 @@ class Rows:
         number = int(np.searchsorted(self.end_row_by_file, row, side="right"))
         return number, row - int(self.end_row_by_file[number] - self.lengths[number])
 
-    def name_row(self, row: int) -> str:
+    def describe_row(self, row: int) -> str:
         """Returns the name of a row for messages: FILE[number within the file]."""
         number, inner = self.locate_row(row)
         return f"{self.names[number]}[{inner}]"
@@ -234,7 +234,7 @@ class Captions(Rows):
             self.cached[number] = table.column(0).combine_chunks()
         text = self.cached[number][inner].as_py()
         if not text:
-            raise BadSample(self.name_row(row), "has no caption")
+            raise BadSample(self.describe_row(row), "has no caption")
         return pack_caption(text)
 
     def hash_file_ends_into(self, digest: Any) -> None:

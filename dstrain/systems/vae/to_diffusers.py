@@ -109,8 +109,8 @@ def measure_export_errors(
 
 @torch.no_grad()
 def draw_reference_outputs(system: KLSystem, nets: Mapping[str, nn.Module]) -> Tensor:
-    """Returns the `images` that the code of `describe_export` should make, float32 (B, C, H, W), computed by the
-    trained network from the same random numbers.
+    """Returns the images that the example in the export's model card (`describe_export`) should make, float32 (B, C, H,
+    W), computed by the trained network from the same random numbers.
     """
     generator, device = torch.Generator().manual_seed(0), group.device()
     images = (torch.rand(_choose_example_image_shape(system), generator=generator) * 2 - 1).to(device)

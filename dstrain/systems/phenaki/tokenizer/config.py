@@ -117,7 +117,7 @@ class Config(SystemConfig):
         return self.channels, *self.frame_size
 
     def make_network_arguments(self) -> dict[str, Any]:
-        """Returns the keyword arguments of the network CViViT that this section chooses."""
+        """Returns the keyword arguments with which the network CViViT is built."""
         names = (
             "dim",
             "codebook_size",
