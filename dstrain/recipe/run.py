@@ -45,9 +45,7 @@ class Codes(Section):
 
 
 class Cache(Section):
-    """Describes the cache on each machine's disk for data at an address (s3://, gs://, hf://, http://). All processes
-    of a machine share it.
-    """
+    """Describes the cache on each machine's disk, which its processes share, of data at addresses such as s3://."""
 
     folder: str | None = None  # None: dstrain/data in the user's cache folder
     gb: Annotated[float, Field(ge=0.01, le=1e9)] = 20.0  # 10^9 bytes, at most; data below 0.8 of it stay there
