@@ -66,7 +66,7 @@ VERBS = {
         "",
     ),
     "train from an export": ([*TRAIN[:3], "--recipe", "YAML", "init_from=EXPORT"], 0, ""),
-    "train from a tokenizer": ([*TRAIN[:3], "--recipe", "YAML", "init_from=OURS"], 2, "weights: "),
+    "train from a tokenizer": ([*TRAIN[:3], "--recipe", "YAML", "init_from=OURS"], 2, "weights of "),
     "train on a tokenizer": ([*TRAIN[:3], *PHENAKI, "model.tokenizer.path=OURS"], 0, ""),
     "train on images": (
         [*TRAIN, "data.path=DATA", "data.image_size=16", "data.channels=1", "model.num_classes=2"],

@@ -65,13 +65,10 @@ class Brittle(System):
     def networks(self) -> dict[str, nn.Module]:
         return {"first": Net(), "second": Net()}
 
-    def turns(self, step: int) -> tuple[str, ...]:
-        for after, number in ((self.config.kill_after, signal.SIGKILL), (self.config.stop_after, signal.SIGTERM)):
-            if after and self.taken == after:
-                os.kill(os.getpid(), number)
-        return ("first", "second")
-
     def clean(self, nets: Nets, example: Example) -> Terms:
+        for after, number in ((self.config.kill_after, signal.SIGKILL), (self.config.stop_after, signal.SIGTERM)):
+            if after and self.taken == after:  # behind the vote of a step's last micro-batch
+                os.kill(os.getpid(), number)
         return self.compared(nets["first"](self.noised(example)), example)
 
     def clean_again(self, nets: Nets, example: Example) -> Terms:
