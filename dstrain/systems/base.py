@@ -263,7 +263,9 @@ class System(Figures, Stateful, Prompted, Sampling, Videos, FirstStage, Imports,
         return by_sample | {"loss": loss}
 
     def turns(self, step: int) -> tuple[str, ...]:
-        """Returns the names of the parts that learn at `step`, in order. By default all."""
+        """Returns the names of the parts that learn at `step`, in order. By default all. Training calls it once a step,
+        before `encode`, which may shape its example by the step.
+        """
         return tuple(self.parts)
 
     def measure_workload(self, step: int) -> tuple[int, ...]:
