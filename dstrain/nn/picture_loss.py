@@ -83,7 +83,7 @@ def describe_missing_perceptual_weights(judge: Perceptual | None, key: str) -> l
     """
     if judge is None or not judge.weight or judge.path == perceptual.BUILTIN:
         return []
-    if judge.path and os.path.exists(os.path.expanduser(judge.path)):  # pathlib takes "" for the present folder
+    if judge.path and os.path.exists(os.path.expanduser(judge.path)):
         return []
     return [f"{key}.path={format_value(judge.path)}: no weights are there: {perceptual.REMEDY}"]
 

@@ -11,6 +11,8 @@ from PIL import ExifTags, Image
 
 from dstrain import recipe, systems
 from dstrain.commands.generate import GenerateOptions, generate_samples
+from dstrain.commands.options.command import parse_options
+from dstrain.commands.options.plan import PlanOptions
 from dstrain.data.decode.pixels import read_pictures
 from dstrain.recipe import ConfigError, Run
 from dstrain.tracking.pictures import Album
@@ -106,6 +108,20 @@ def test_no_pictures(tmp_path, content):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no pictures"):
         read_pictures(tmp_path / "empty", 3)
+
+
+@pytest.mark.parametrize(
+    "command, words, meant",
+    [
+        (GenerateOptions, ["run", "num_samples=a_b"], "--num-samples a_b"),
+        (GenerateOptions, ["run", "--step", "7"], "--checkpoint"),
+        (PlanOptions, ["--gpus", "8"], "--world"),
+    ],
+)
+def test_names_of_options_elsewhere(command, words, meant):
+    """Oracle: by hand: the option that is meant, which no similarity of names finds."""
+    with pytest.raises(ConfigError, match=rf"\(did you mean {meant}\?\)"):
+        parse_options(command, words)
 
 
 PHENAKI = {

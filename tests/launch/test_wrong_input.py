@@ -105,6 +105,7 @@ WRONG = {
     "override as option": (["--steps=5"], "steps=5"),
     "unknown option": (["--recipie", "x.yaml"], "did you mean --recipe?"),
     "override with dashes": (["--steps", "20"], "--steps: overrides are written without dashes: steps=VALUE"),
+    "section with dashes": (["--data", "x"], "--data: overrides are written without dashes: data.KEY=VALUE"),
     "option without dashes": (["recipe=good"], "recipe=good: options are written with dashes: --recipe good"),
     "option without value": (["--recipe"], "expected one argument"),
     "profile of no step": (["--profile", "10:10"], "'10:10' holds no step: write A:B with A below B"),

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, TypeVar
 
 from dstrain.commands.options.arguments import Parser
 from dstrain.recipe import ConfigError, Run
+from dstrain.recipe.section import find_section_class
 
 _WIDTH = 100  # columns of --help
 _LEFT = 26  # columns of an option's name in it
@@ -176,9 +177,9 @@ def _parse_words(parser: Parser, words: list[str], accept_overrides: bool) -> di
         return values
     dashed = [word for word in unknown if word.startswith("-")]
     if not dashed:
-        name, equals, value = unknown[0].replace("_", "-").partition("=")
-        is_option = equals and f"--{name}" in parser._option_string_actions
-        meant = f" (did you mean --{name} {value}?)" if is_option else ""
+        name, equals, value = unknown[0].partition("=")
+        option = f"--{name.replace('_', '-')}"
+        meant = f" (did you mean {option} {value}?)" if equals and option in parser._option_string_actions else ""
         raise ConfigError(f"unrecognized arguments: {' '.join(unknown)}{meant}; --help shows what there is")
     raise ConfigError(*(_explain_unknown_word(word, parser, accept_overrides) for word in dashed))
 
@@ -190,7 +191,8 @@ def _explain_unknown_word(word: str, parser: Parser, accept_overrides: bool) -> 
     if accept_overrides and equals and f"--{name}" not in known:
         return f"{word}: overrides are written without dashes: {name}={value}"
     if accept_overrides and name in Run.model_fields:
-        return f"{word}: overrides are written without dashes: {name}=VALUE"
+        key = f"{name}.KEY" if name == "model" or find_section_class(Run.model_fields[name]) else name
+        return f"{word}: overrides are written without dashes: {key}=VALUE"
     typed = word.partition("=")[0]
     # Each option is known by both spellings; the one with dashes is the documented one.
     spelled = known if "_" in typed else [name for name in known if "_" not in name]
